@@ -1,0 +1,1 @@
+"""Floor 3. What computes. Each engine answers dispatches of requests."""
