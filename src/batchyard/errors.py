@@ -76,3 +76,35 @@ class InvalidTransition(BatchyardError):  # noqa: N818 - names what failed
 
 class LeaseLost(BatchyardError):  # noqa: N818 - names what failed
     """Another worker holds this chunk now; what this worker did after that is not counted."""
+
+
+class BatcherError(BatchyardError):
+    """Base of what a `Batcher` raises to its callers."""
+
+
+class BatcherClosed(BatcherError):  # noqa: N818 - names what failed
+    """The batcher takes no more work, or was closed before it came to this item."""
+
+
+class QueueFull(BatcherError):  # noqa: N818 - names what failed
+    """The queue holds `max_queue` items already, and this one was refused or pushed out."""
+
+
+class ItemTooLarge(BatcherError):  # noqa: N818 - names what failed
+    """One item alone costs more than `max_cost`, so no dispatch could carry it."""
+
+
+class DeadlineExceeded(BatcherError, TimeoutError):  # noqa: N818 - names what failed
+    """The item's deadline passed, or could no longer be met, before it was dispatched."""
+
+
+class AnswerTimeout(BatcherError, TimeoutError):  # noqa: N818 - names what failed
+    """The caller's `timeout_s` passed without an answer."""
+
+
+class DispatchFailed(BatcherError):  # noqa: N818 - names what failed
+    """The batch function gave no usable answer: a wrong number of results, or none at all."""
+
+
+class WrongLoop(BatcherError):  # noqa: N818 - names what failed
+    """The batcher is at work on another event loop, or the call would block its own loop."""
