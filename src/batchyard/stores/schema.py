@@ -1,0 +1,97 @@
+"""Floor 3. The tables: state per Batch and per chunk, never per request.
+
+The same schema serves SQLite and PostgreSQL. Times are Unix seconds. Knows nothing of what a status
+means: `service.lifecycle` does.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    Text,
+    text,
+)
+
+#: Raised with every change that an older Batchyard could not read.
+SCHEMA_VERSION = 1
+
+OPEN, LEASED, DONE = 0, 1, 2
+
+metadata = MetaData()
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("status", String(16), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("in_progress_at", Float),
+    Column("finalizing_at", Float),
+    Column("ended_at", Float),
+    Column("deadline_at", Float),
+    # What the input is: where it lies and how to tell that it is still the same.
+    Column("input_path", Text, nullable=False),
+    Column("input_bytes", BigInteger, nullable=False, default=0),
+    Column("input_mtime_ns", BigInteger, nullable=False, default=0),
+    Column("input_sha256", String(64), nullable=False, default=""),
+    Column("total", BigInteger, nullable=False, default=0),
+    # What the Batch was asked to do, as its maker said it; compared when it is resumed.
+    Column("settings", JSON, nullable=False),
+    # Where its results went, once it has ended.
+    Column("output_path", Text),
+    Column("error_path", Text),
+)
+
+chunks = Table(
+    "chunks",
+    metadata,
+    Column("batch_id", String(64), nullable=False),
+    Column("no", Integer, nullable=False),
+    Column("state", Integer, nullable=False),
+    # The byte range of the input that holds this chunk, and what it starts with.
+    Column("offset", BigInteger, nullable=False),
+    Column("length", BigInteger, nullable=False),
+    Column("first_index", BigInteger, nullable=False),
+    Column("first_line", BigInteger, nullable=False),
+    Column("count", Integer, nullable=False),
+    # The fence: raised by each claim, repeated by each commit.
+    Column("epoch", Integer, nullable=False, default=0),
+    Column("owner", String(64)),
+    Column("lease_until", Float),
+    # Progress: written by the heartbeat while leased, final once done.
+    Column("succeeded", Integer, nullable=False, default=0),
+    Column("failed", Integer, nullable=False, default=0),
+    Column("input_tokens", BigInteger, nullable=False, default=0),
+    Column("output_tokens", BigInteger, nullable=False, default=0),
+    Column("cached_tokens", BigInteger, nullable=False, default=0),
+    # How much of the segment file of this epoch counts, and the order of commits.
+    Column("segment_bytes", BigInteger, nullable=False, default=0),
+    Column("done_at", Float),
+    PrimaryKeyConstraint("batch_id", "no"),
+)
+
+# SQLite uses a partial index only for a query that repeats its exact term, so claims ask for
+# `state = 0` and, apart from it, for `state = 1` (a test asserts the query plan).
+Index(
+    "chunks_open",
+    chunks.c.batch_id,
+    chunks.c.no,
+    sqlite_where=text("state = 0"),
+    postgresql_where=text("state = 0"),
+)
+Index(
+    "chunks_leased",
+    chunks.c.batch_id,
+    chunks.c.no,
+    sqlite_where=text("state = 1"),
+    postgresql_where=text("state = 1"),
+)

@@ -1,0 +1,177 @@
+"""Floor 3. Segment files: where results are the moment they are known.
+
+One append-only file for each attempt at a chunk (decision 0001). A record is one line:
+
+    <index in chunk> <S|E> <input tokens> <output tokens> <cached tokens> <crc32, 8 hex> <output line>
+
+`S` goes to the output file, `E` to the error file. The checksum covers the output line, so that a torn
+or zero-filled tail after a crash is told from a whole record.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+from batchyard.errors import StorageFull, StoreError
+from batchyard.types import Usage
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRecord:
+    """One finished request."""
+
+    #: 0-based place in the chunk.
+    index: int
+    succeeded: bool
+    usage: Usage
+    #: The output line, ASCII, without its newline.
+    line: bytes
+
+
+def encode_record(index: int, *, succeeded: bool, usage: Usage, line: bytes) -> bytes:
+    """The bytes of one record, newline included. *line* must hold no newline."""
+    return b"%d %c %d %d %d %08x %b\n" % (
+        index,
+        b"S" if succeeded else b"E",
+        usage.input_tokens,
+        usage.output_tokens,
+        usage.cached_tokens,
+        crc32(line),
+        line,
+    )
+
+
+def decode_records(data: bytes) -> Iterator[SegmentRecord]:
+    """Every whole record in *data*, in order; torn or damaged ones are passed over."""
+    for raw in data.split(b"\n")[:-1]:
+        parts = raw.split(b" ", 6)
+        if len(parts) != 7 or parts[1] not in {b"S", b"E"}:
+            continue
+        try:
+            index, *tokens = (int(parts[i]) for i in (0, 2, 3, 4))
+            checksum = int(parts[5], 16)
+        except ValueError:
+            continue
+        if checksum == crc32(parts[6]):
+            yield SegmentRecord(index, parts[1] == b"S", Usage(*tokens), parts[6])
+
+
+class SegmentFolder:
+    """The segment files of one Batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __repr__(self) -> str:
+        return f"<SegmentFolder {self.folder}>"
+
+    def path(self, no: int, epoch: int) -> Path:
+        """Where the attempt *epoch* at chunk *no* is written."""
+        return self.folder / f"{no:06d}.{epoch}.seg"
+
+    def create(self, no: int, epoch: int) -> SegmentWriter:
+        """A new, empty segment for this attempt."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.path(no, epoch)
+            # No O_EXCL: an epoch is claimed once, so what lies here is of a crash before its first record.
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise as_store_error(error, self.folder) from error
+        return SegmentWriter(path, handle)
+
+    def salvage(self, no: int, before_epoch: int) -> list[SegmentRecord]:
+        """What earlier attempts at chunk *no* finished: the first whole record for each index."""
+        found: dict[int, SegmentRecord] = {}
+        for path in sorted(self.folder.glob(f"{no:06d}.*.seg"), key=_epoch_of):
+            if _epoch_of(path) < before_epoch:
+                for record in decode_records(path.read_bytes()):
+                    found.setdefault(record.index, record)
+        return list(found.values())
+
+    def drop_before(self, no: int, epoch: int) -> None:
+        """Remove the files of attempts before *epoch*: what they held has been copied."""
+        for path in self.folder.glob(f"{no:06d}.*.seg"):
+            if _epoch_of(path) < epoch:
+                path.unlink(missing_ok=True)
+
+    def read(self, no: int, epoch: int, length: int | None = None) -> list[SegmentRecord]:
+        """The records of one attempt, of its first *length* bytes."""
+        data = self.path(no, epoch).read_bytes()
+        return list(decode_records(data if length is None else data[:length]))
+
+    def sync(self) -> None:
+        """Make the folder's entries durable."""
+        sync_folder(self.folder)
+
+
+class SegmentWriter:
+    """One open segment. Records are with the kernel when `append` returns, on the disk after `sync`."""
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self.path = path
+        self.written_bytes = 0
+        self.synced_bytes = 0
+        self._handle = handle
+
+    def __repr__(self) -> str:
+        return f"<SegmentWriter {self.path.name} [{self.synced_bytes} of {self.written_bytes} bytes synced]>"
+
+    def append(self, records: bytes) -> None:
+        """Append whole records.
+
+        Raises:
+            StorageFull: there is no room; what did not fit is torn and will be passed over.
+        """
+        view = memoryview(records)
+        try:
+            while view:
+                written = os.write(self._handle, view)
+                self.written_bytes += written
+                view = view[written:]
+        except OSError as error:
+            raise as_store_error(error, self.path) from error
+
+    def sync(self) -> None:
+        """Make everything appended so far durable."""
+        length = self.written_bytes
+        if length == self.synced_bytes:
+            return
+        try:
+            os.fdatasync(self._handle) if hasattr(os, "fdatasync") else os.fsync(self._handle)
+        except OSError as error:
+            raise as_store_error(error, self.path) from error
+        self.synced_bytes = length
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in *folder* durable (after create or rename)."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def as_store_error(error: OSError, path: Path) -> StoreError:
+    """*error* as one of ours, with where it happened and what to do."""
+    if error.errno in _NO_SPACE:
+        return StorageFull(f"The disk that holds {path} is full. Free some space, then resume.")
+    return StoreError(f"Cannot write {path}: {error.strerror}. Check that the folder exists and is writable.")
+
+
+def _epoch_of(path: Path) -> int:
+    return int(path.name.split(".")[1])
