@@ -95,7 +95,7 @@ class Store(Protocol):
         ...
 
     def register(
-        self, batch_id: str, expected: str, status: str, chunks: Iterable[ChunkRecord], **changes: Any
+        self, batch_id: str, expected: str, status: str, registered: Iterable[ChunkRecord], **changes: Any
     ) -> bool:
         """`move` and the Batch's chunks, all or nothing. Chunks of an earlier attempt are replaced."""
         ...
@@ -120,6 +120,10 @@ class Store(Protocol):
 
     def counts(self, batch_id: str) -> Counts:
         """What is finished, from committed chunks and heartbeats. Never writes."""
+        ...
+
+    def done_counts(self, batch_id: str) -> Counts:
+        """What is finished in committed chunks alone. Never writes."""
         ...
 
     def remaining(self, batch_id: str) -> int:

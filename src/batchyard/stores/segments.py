@@ -87,11 +87,11 @@ class SegmentFolder:
             raise as_store_error(error, self.folder) from error
         return SegmentWriter(path, handle)
 
-    def salvage(self, no: int, before_epoch: int) -> list[SegmentRecord]:
-        """What earlier attempts at chunk *no* finished: the first whole record for each index."""
+    def salvage(self, no: int, before_epoch: int | None = None) -> list[SegmentRecord]:
+        """What attempts at chunk *no* (before *before_epoch*) finished: the first whole record an index."""
         found: dict[int, SegmentRecord] = {}
         for path in sorted(self.folder.glob(f"{no:06d}.*.seg"), key=_epoch_of):
-            if _epoch_of(path) < before_epoch:
+            if before_epoch is None or _epoch_of(path) < before_epoch:
                 for record in decode_records(path.read_bytes()):
                     found.setdefault(record.index, record)
         return list(found.values())
@@ -106,6 +106,10 @@ class SegmentFolder:
         """The records of one attempt, of its first *length* bytes."""
         data = self.path(no, epoch).read_bytes()
         return list(decode_records(data if length is None else data[:length]))
+
+    def numbers(self) -> set[int]:
+        """The chunks that have a file here."""
+        return {int(path.name.split(".")[0]) for path in self.folder.glob("*.seg")}
 
     def sync(self) -> None:
         """Make the folder's entries durable."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     Engine,
     NullPool,
@@ -100,7 +101,7 @@ class SqlStore:
             return _move(connection, batch_id, expected, status, changes)
 
     def register(
-        self, batch_id: str, expected: str, status: str, chunks_: Iterable[ChunkRecord], **changes: Any
+        self, batch_id: str, expected: str, status: str, registered: Iterable[ChunkRecord], **changes: Any
     ) -> bool:
         rows = [
             {
@@ -113,7 +114,7 @@ class SqlStore:
                 "first_line": chunk.first_line,
                 "count": chunk.count,
             }
-            for chunk in chunks_
+            for chunk in registered
         ]
         with self._writing() as connection:
             connection.execute(delete(chunks).where(chunks.c.batch_id == batch_id))
@@ -172,6 +173,12 @@ class SqlStore:
             connection.execute(update(chunks).where(leased).values(state=OPEN, owner=None, lease_until=None))
 
     def counts(self, batch_id: str) -> Counts:
+        return self._sum(chunks.c.batch_id == batch_id)
+
+    def done_counts(self, batch_id: str) -> Counts:
+        return self._sum(and_(chunks.c.batch_id == batch_id, chunks.c.state == DONE))
+
+    def _sum(self, which: ColumnElement[bool]) -> Counts:
         sums = [
             func.coalesce(func.sum(column), 0)
             for column in (
@@ -183,7 +190,7 @@ class SqlStore:
             )
         ]
         with self._reading() as connection:
-            row = connection.execute(select(*sums).where(chunks.c.batch_id == batch_id)).one()
+            row = connection.execute(select(*sums).where(which)).one()
         return Counts(row[0], row[1], Usage(row[2], row[3], row[4]))
 
     def remaining(self, batch_id: str) -> int:

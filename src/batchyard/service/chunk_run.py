@@ -1,0 +1,103 @@
+"""Floor 6. One claimed chunk while it is worked on: its requests, its segment, how far it has come."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from batchyard.service.intake.chunk import read_requests
+from batchyard.service.intake.registration import ChunkSpan
+from batchyard.stores.protocol import ChunkProgress, ChunkRecord
+from batchyard.stores.segments import SegmentFolder, SegmentWriter, encode_record
+from batchyard.types import Request, Usage
+
+
+@dataclass(slots=True, eq=False)
+class WorkItem:
+    """One request on its way: which chunk it belongs to, and what was tried so far."""
+
+    request: Request
+    run: ChunkRun
+    #: 0-based place in the chunk.
+    place: int
+    attempts: int = 0
+    #: When its first attempt began, on the loop's clock; None before that.
+    first_tried_at: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ChunkRun:
+    """A claimed chunk. Lives in the worker that claimed it, until it is committed or lost."""
+
+    chunk: ChunkRecord
+    segment: SegmentWriter
+    #: What earlier attempts left to do.
+    items: list[WorkItem] = field(default_factory=list)
+    remaining: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    #: Set when another worker took the chunk over: results no longer count.
+    lost: bool = False
+
+    def finish(self, item: WorkItem, *, succeeded: bool, usage: Usage, line: bytes) -> None:
+        """Write the result of *item* to the segment."""
+        self.segment.append(encode_record(item.place, succeeded=succeeded, usage=usage, line=line))
+        self._count(succeeded=succeeded, usage=usage)
+
+    def progress(self) -> ChunkProgress:
+        """How far it has come, as the store keeps it."""
+        return ChunkProgress(
+            self.chunk.no,
+            self.chunk.epoch,
+            self.succeeded,
+            self.failed,
+            Usage(self.input_tokens, self.output_tokens, self.cached_tokens),
+            self.segment.written_bytes,
+        )
+
+    def _count(self, *, succeeded: bool, usage: Usage) -> None:
+        self.remaining -= 1
+        if succeeded:
+            self.succeeded += 1
+        else:
+            self.failed += 1
+        self.input_tokens += usage.input_tokens
+        self.output_tokens += usage.output_tokens
+        self.cached_tokens += usage.cached_tokens
+
+    @classmethod
+    def load(cls, chunk: ChunkRecord, input_handle: int, folder: SegmentFolder) -> ChunkRun:
+        """Read a claimed chunk's requests and salvage what earlier attempts at it finished.
+
+        Raises:
+            StoreError: the segment cannot be written.
+            InvalidInput: the input no longer holds what was registered.
+        """
+        span = ChunkSpan(
+            chunk.no, chunk.offset, chunk.length, chunk.first_index, chunk.first_line, chunk.count
+        )
+        requests = read_requests(os.pread(input_handle, chunk.length, chunk.offset), span)
+        run = cls(chunk, folder.create(chunk.no, chunk.epoch), remaining=len(requests))
+        finished: set[int] = set()
+        if chunk.epoch > 1:
+            finished = run._salvage(folder, len(requests))
+        run.items = [
+            WorkItem(request, run, place) for place, request in enumerate(requests) if place not in finished
+        ]
+        return run
+
+    def _salvage(self, folder: SegmentFolder, count: int) -> set[int]:
+        found = [one for one in folder.salvage(self.chunk.no, self.chunk.epoch) if one.index < count]
+        copied = b"".join(
+            encode_record(one.index, succeeded=one.succeeded, usage=one.usage, line=one.line) for one in found
+        )
+        self.segment.append(copied)
+        self.segment.sync()
+        folder.sync()
+        for one in found:
+            self._count(succeeded=one.succeeded, usage=one.usage)
+        folder.drop_before(self.chunk.no, self.chunk.epoch)
+        return {one.index for one in found}

@@ -1,0 +1,506 @@
+"""Floor 6. The worker: leases chunks, keeps the engine's window full, writes each result at once.
+
+A feeder claims chunks and fills a short queue; N lanes take from it, dispatch, and settle what comes
+back; a keeper makes results durable in groups and commits finished chunks; a heart beats. There is no
+task and no timer per request. What a fault means is decided in `scheduling`, not here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from batchyard.clock import Clock
+from batchyard.engines.protocol import Engine
+from batchyard.errors import BatchyardError, EngineError, StorageFull
+from batchyard.events import Event, EventBus
+from batchyard.scheduling.breaker import Breaker, BreakerPolicy
+from batchyard.scheduling.canary import Canary, CanaryPolicy
+from batchyard.scheduling.retry import GiveUp, Retry, RetryPolicy, decide
+from batchyard.service.chunk_run import ChunkRun, WorkItem
+from batchyard.service.lines import LineWriter
+from batchyard.stores.protocol import ChunkProgress, ChunkRecord, Counts, Store
+from batchyard.stores.segments import SegmentFolder
+from batchyard.types import Answer, Fault, FaultKind, Outcome, Usage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkPlan:
+    """How a Batch is worked on; none of it changes what the results are."""
+
+    #: Dispatches in flight at once.
+    concurrency: int
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
+    canary: CanaryPolicy | None = None
+    #: Unix seconds; what is unfinished then becomes a `batch_expired` line.
+    deadline_at: float | None = None
+    lease_s: float = 30.0
+    #: Results reach the disk within this time; they are with the kernel at once.
+    sync_every_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a worker ended before every request had a result. Everything finished is kept."""
+
+    #: `interrupted`, `storage_full`, `canary`, `unreachable`, `engine_failed` or `store_failed`.
+    reason: str
+    #: One full sentence for the user.
+    message: str
+
+
+@dataclass(slots=True)
+class Progress:
+    """Live figures of a worker; read by whoever draws them, written by the worker only."""
+
+    succeeded: int = 0
+    failed: int = 0
+    failed_by_kind: dict[str, int] = field(default_factory=dict)
+    usage_input: int = 0
+    usage_output: int = 0
+    usage_cached: int = 0
+    running: int = 0
+    retries: int = 0
+    #: Requests that wait for their next attempt.
+    waiting_retry: int = 0
+    #: What the worker waits for, in words; None while it works.
+    note: str | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return Usage(self.usage_input, self.usage_output, self.usage_cached)
+
+
+@dataclass(frozen=True, slots=True)
+class _Closing:
+    """From now on requests get this line instead of a dispatch."""
+
+    code: str
+    message: str
+
+
+class Worker:
+    """Works on one Batch until every request has a result or it must stop.
+
+    Args:
+        keeper: one thread, the only one that touches the store and syncs segments.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keeper: Executor,
+        folder: SegmentFolder,
+        engine: Engine,
+        plan: WorkPlan,
+        *,
+        batch_id: str,
+        total: int,
+        input_handle: int,
+        owner: str,
+        clock: Clock,
+        events: EventBus,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.progress = Progress()
+        self._store = store
+        self._keeper = keeper
+        self._folder = folder
+        self._engine = engine
+        self._plan = plan
+        self._batch_id = batch_id
+        self._input_handle = input_handle
+        self._owner = owner
+        self._clock = clock
+        self._events = events
+        self._rng = rng or random.Random()
+        self._lines = LineWriter(batch_id)
+        self._canary = Canary(plan.canary, total) if plan.canary else None
+        self._breaker = Breaker(plan.breaker)
+        self._max_batch = engine.capabilities.max_batch
+        self._low_water = 2 * plan.concurrency * self._max_batch
+        self._queue: deque[WorkItem] = deque()
+        self._later: list[tuple[float, int, WorkItem]] = []
+        self._later_order = itertools.count()
+        self._parked: deque[asyncio.Future[None]] = deque()
+        self._runs: dict[int, ChunkRun] = {}
+        self._finished: list[ChunkRun] = []
+        self._dirty: set[ChunkRun] = set()
+        self._closing: _Closing | None = None
+        self._exhausted = False
+        self._hold_until = 0.0
+        self._wake_timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Worker {self._owner} [{self.progress.running} running, {len(self._queue)} queued, "
+            f"{len(self._later)} waiting to retry, {len(self._runs)} chunks held]>"
+        )
+
+    # --- the life of a worker -------------------------------------------------------------------
+
+    async def run(self) -> Stop | None:
+        """Work; returns None when every request has a durable, committed result, else why it stopped."""
+        self._loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[Stop | None] = self._loop.create_future()
+        self._hungry = asyncio.Event()
+        self._hungry.set()
+        self._unsaved = asyncio.Event()
+        self._lanes = [asyncio.create_task(self._lane()) for _ in range(self._plan.concurrency)]
+        tasks = [*self._lanes, *map(asyncio.create_task, (self._feed(), self._keep(), self._beat()))]
+        for task in tasks:
+            task.add_done_callback(self._task_ended)
+        self._schedule_deadline()
+        try:
+            return await self._finish(tasks, await self._over)
+        except BaseException:
+            await _cancel(tasks)
+            raise
+
+    def stop(self, reason: str, message: str) -> None:
+        """Stop dispatching, cancel what runs, keep every finished answer."""
+        if not self._over.done():
+            self._over.set_result(Stop(reason, message))
+
+    def close(self, code: str, message: str) -> None:
+        """Dispatch nothing more; give every unfinished request a line with this error and end."""
+        self._closing = _Closing(code, message)
+        for lane in self._lanes:
+            lane.cancel()
+        for _, _, item in self._later:
+            self._queue.append(item)
+        self._later.clear()
+        self.progress.waiting_retry = 0
+        self._wake_all()
+
+    def continue_from(self, done: Counts) -> None:
+        """Start the figures from what earlier runs committed."""
+        self._add_finished(done.succeeded, done.failed, done.usage)
+
+    async def _finish(self, tasks: list[asyncio.Task[None]], stop: Stop | None) -> Stop | None:
+        await _cancel(tasks)
+        if self._wake_timer is not None:
+            self._wake_timer.cancel()
+        try:
+            await self._save()
+            await self._in_keeper(lambda: self._store.release(self._batch_id, self._owner))
+        except BatchyardError as error:
+            stop = stop or _stop_for(error)
+        finally:
+            for run in self._runs.values():
+                run.segment.close()
+        return stop
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is None or self._over.done():
+            return
+        if isinstance(error, BatchyardError):
+            self._over.set_result(_stop_for(error))
+        else:
+            self._over.set_exception(error)
+
+    def _check_over(self) -> None:
+        if self._exhausted and not self._runs and not self._over.done():
+            self._over.set_result(None)
+
+    def _schedule_deadline(self) -> None:
+        if self._plan.deadline_at is not None:
+            left_s = max(self._plan.deadline_at - self._clock.wall(), 0.0)
+            self._loop.call_later(left_s, self._expire)
+
+    def _expire(self) -> None:
+        if not self._over.done() and self._closing is None:
+            message = "This request could not be executed before the completion window expired."
+            self.close("batch_expired", message)
+
+    # --- feeding: claim chunks ahead of need ----------------------------------------------------
+
+    async def _feed(self) -> None:
+        while True:
+            await self._hungry.wait()
+            self._hungry.clear()
+            runs = await self._in_keeper(self._claim)
+            if not runs:
+                self._exhausted = True
+                self._check_over()
+                return
+            for run in runs:
+                self._runs[run.chunk.no] = run
+                self._add_finished(run.succeeded, run.failed, run.progress().usage)
+                self._queue.extend(run.items)
+                run.items = []
+                if not run.remaining:
+                    self._chunk_finished(run)
+            if len(self._queue) < self._low_water:
+                self._hungry.set()
+            self._wake_all()
+
+    def _claim(self) -> list[ChunkRun]:
+        claimed: list[ChunkRecord] = []
+        wanted, count = 2 * self._low_water, 0
+        while count < wanted and len(claimed) < 16:
+            more = self._store.claim(self._batch_id, self._owner, 2, self._clock.wall(), self._plan.lease_s)
+            if not more:
+                break
+            claimed += more
+            count += sum(chunk.count for chunk in more)
+        runs = [ChunkRun.load(chunk, self._input_handle, self._folder) for chunk in claimed]
+        if runs:
+            self._folder.sync()
+        return runs
+
+    def _add_finished(self, succeeded: int, failed: int, usage: Usage) -> None:
+        """Count what was finished before this worker."""
+        progress = self.progress
+        progress.succeeded += succeeded
+        progress.failed += failed
+        if failed:
+            progress.failed_by_kind["earlier"] = progress.failed_by_kind.get("earlier", 0) + failed
+        progress.usage_input += usage.input_tokens
+        progress.usage_output += usage.output_tokens
+        progress.usage_cached += usage.cached_tokens
+
+    # --- lanes: take, dispatch, settle ----------------------------------------------------------
+
+    async def _lane(self) -> None:
+        while True:
+            items = self._take()
+            if not items:
+                parked: asyncio.Future[None] = self._loop.create_future()
+                self._parked.append(parked)
+                await parked
+                continue
+            if self._closing is not None:
+                self._settle_closed(items, self._closing)
+                continue
+            self.progress.running += len(items)
+            try:
+                outcomes = await self._engine.dispatch([item.request for item in items])
+            except asyncio.CancelledError:
+                if self._closing is None:
+                    raise
+                self._settle_closed(items, self._closing)
+                continue
+            finally:
+                self.progress.running -= len(items)
+            self._settle(items, outcomes)
+
+    def _take(self) -> list[WorkItem]:
+        queue = self._queue
+        if len(queue) < self._low_water and not self._exhausted:
+            self._hungry.set()
+        if not queue:
+            return []
+        count = min(self._max_batch, len(queue))
+        if self._closing is None:
+            now = self._loop.time()
+            if now < self._hold_until or not self._breaker.may_dispatch(now):
+                self._wake_at(max(self._hold_until, self._breaker.next_try_at(now)))
+                return []
+            if self._canary is not None and not self._canary.decided:
+                count = min(count, self._canary.may_start or 0)
+                self._canary.start(count)
+        items = []
+        while count and queue:
+            item = queue.popleft()
+            if item.run.lost:
+                continue
+            items.append(item)
+            count -= 1
+        return items
+
+    def _settle(self, items: Sequence[WorkItem], outcomes: Sequence[Outcome]) -> None:
+        for item, outcome in zip(items, outcomes, strict=True):
+            if isinstance(outcome, Answer):
+                if self._breaker.troubled:
+                    self._recovered()
+                line = self._lines.answered(item.request, outcome)
+                kind = None if outcome.succeeded else f"HTTP {outcome.status_code}"
+                self._record(item, kind, outcome.usage, line)
+            else:
+                self._faulted(item, outcome)
+
+    def _settle_closed(self, items: Sequence[WorkItem], closing: _Closing) -> None:
+        for item in items:
+            line = self._lines.not_answered(item.request, closing.code, closing.message)
+            self._record(item, closing.code, Usage(), line)
+
+    def _record(self, item: WorkItem, failure: str | None, usage: Usage, line: bytes) -> None:
+        run, progress = item.run, self.progress
+        if run.lost:
+            return
+        run.finish(item, succeeded=failure is None, usage=usage, line=line)
+        if failure is None:
+            progress.succeeded += 1
+        else:
+            progress.failed += 1
+            progress.failed_by_kind[failure] = progress.failed_by_kind.get(failure, 0) + 1
+        progress.usage_input += usage.input_tokens
+        progress.usage_output += usage.output_tokens
+        progress.usage_cached += usage.cached_tokens
+        self._dirty.add(run)
+        if not self._unsaved.is_set():
+            self._unsaved.set()
+        if not run.remaining:
+            self._chunk_finished(run)
+        if self._events.listened:
+            fields = {"custom_id": item.request.custom_id, "failure": failure, "line": line}
+            self._events.emit(Event("request.finished", self._clock.wall(), fields))
+        if self._canary is not None and not self._canary.decided:
+            self._canary.finish(succeeded=failure is None)
+            self._judge_canary(self._canary)
+
+    def _judge_canary(self, canary: Canary) -> None:
+        if canary.tripped:
+            share = canary.policy.max_failed_share
+            self.stop(
+                "canary",
+                f"{canary.failed} of the first {canary.first} requests failed, more than the "
+                f"{share:.3g} share that --fail-over allows. The rest was not run.",
+            )
+        elif canary.decided:
+            self._wake_all()
+
+    # --- faults: retry later, hold, or give up --------------------------------------------------
+
+    def _faulted(self, item: WorkItem, fault: Fault) -> None:
+        now = self._loop.time()
+        if fault.kind is FaultKind.UNREACHABLE:
+            # Nothing was sent, so the request keeps its attempts; the breaker decides when to try again.
+            self._breaker.unreachable(now)
+            self._queue.appendleft(item)
+            if self._breaker.gives_up(now):
+                self.stop("unreachable", f"{fault.message} Nothing is lost: resume when it is back.")
+                return
+            self.progress.note = fault.message
+            self._wake_at(self._breaker.next_try_at(now))
+            return
+        if item.first_tried_at is None:
+            item.first_tried_at = now
+        item.attempts += 1
+        decision = decide(fault, item.attempts, now - item.first_tried_at, self._plan.retry, self._rng)
+        match decision:
+            case Retry(delay_s):
+                self.progress.retries += 1
+                self.progress.waiting_retry += 1
+                heapq.heappush(self._later, (now + delay_s, next(self._later_order), item))
+                if fault.kind is FaultKind.RATE_LIMITED and fault.retry_after_s:
+                    # The upstream named a time for everybody, not for this request only.
+                    self._hold_until = max(self._hold_until, now + fault.retry_after_s)
+                    self.progress.note = fault.message
+                self._wake_at(now + delay_s)
+            case GiveUp():
+                line = self._lines.gave_up(item.request, fault, item.attempts)
+                kind = fault.kind.value if fault.status_code is None else f"HTTP {fault.status_code}"
+                self._record(item, kind, Usage(), line)
+
+    def _recovered(self) -> None:
+        self._breaker.reached()
+        self.progress.note = None
+        self._wake_all()
+
+    def _wake_at(self, when: float) -> None:
+        """Wake the lanes at *when*, on the loop's clock, if nothing wakes them before."""
+        if self._wake_timer is not None and not self._wake_timer.cancelled():
+            if self._loop.time() < self._wake_timer.when() <= when:
+                return
+            self._wake_timer.cancel()
+        self._wake_timer = self._loop.call_at(when, self._on_wake)
+
+    def _on_wake(self) -> None:
+        now = self._loop.time()
+        self._wake_timer = None
+        while self._later and self._later[0][0] <= now:
+            self._queue.appendleft(heapq.heappop(self._later)[2])
+            self.progress.waiting_retry -= 1
+        if self._later:
+            self._wake_at(self._later[0][0])
+        if now >= self._hold_until and not self._breaker.troubled:
+            self.progress.note = None
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        while self._parked:
+            parked = self._parked.popleft()
+            if not parked.done():
+                parked.set_result(None)
+
+    # --- keeping: sync, commit, renew -----------------------------------------------------------
+
+    def _chunk_finished(self, run: ChunkRun) -> None:
+        self._finished.append(run)
+        self._unsaved.set()
+
+    async def _keep(self) -> None:
+        while True:
+            await self._unsaved.wait()
+            await self._clock.sleep(self._plan.sync_every_s)
+            self._unsaved.clear()
+            await self._save()
+            self._check_over()
+
+    async def _save(self) -> None:
+        dirty, finished = self._dirty, self._finished
+        self._dirty, self._finished = set(), []
+        fenced = await self._in_keeper(lambda: self._sync_and_commit(dirty, finished))
+        for run in finished:
+            del self._runs[run.chunk.no]
+            run.segment.close()
+        for no in fenced:
+            self._events.emit(Event("chunk.lost", self._clock.wall(), {"chunk": no}))
+        if self._events.listened and finished:
+            self._events.emit(Event("chunk.finished", self._clock.wall(), {"chunks": len(finished)}))
+
+    def _sync_and_commit(self, dirty: set[ChunkRun], finished: list[ChunkRun]) -> list[int]:
+        for run in dirty:
+            run.segment.sync()
+        if not finished:
+            return []
+        return self._store.commit(self._batch_id, [run.progress() for run in finished], self._clock.wall())
+
+    async def _beat(self) -> None:
+        while True:
+            await self._clock.sleep(self._plan.lease_s / 3)
+            held = [run.progress() for run in self._runs.values() if run.remaining]
+            for no in await self._in_keeper(partial(self._renew, held)):
+                run = self._runs.pop(no, None)
+                if run is not None:
+                    run.lost = True
+                    run.segment.close()
+                    self._events.emit(Event("chunk.lost", self._clock.wall(), {"chunk": no}))
+
+    def _renew(self, held: Sequence[ChunkProgress]) -> list[int]:
+        now = self._clock.wall()
+        return self._store.renew(self._batch_id, self._owner, held, now, self._plan.lease_s)
+
+    async def _in_keeper(self, call: Callable[[], T]) -> T:
+        return await self._loop.run_in_executor(self._keeper, call)
+
+
+def _stop_for(error: BatchyardError) -> Stop:
+    match error:
+        case StorageFull():
+            return Stop("storage_full", str(error))
+        case EngineError():
+            return Stop("engine_failed", str(error))
+        case _:
+            return Stop("store_failed", str(error))
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
