@@ -1,1 +1,44 @@
 """Floor 9. The command line: the only place that reads flags, files of settings and the environment."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from batchyard._version import __version__
+from batchyard.cli.demo import demo
+from batchyard.cli.models import app as models
+from batchyard.cli.run import run
+
+app = typer.Typer(
+    name="batchyard",
+    help="The batching layer for AI inference: put any model behind one scheduler.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _version(value: bool) -> None:  # noqa: FBT001 - typer hands flags over by position
+    if value:
+        typer.echo(f"batchyard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def batchyard(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The batching layer for AI inference: put any model behind one scheduler."""
+
+
+app.command()(run)
+app.command()(demo)
+app.add_typer(models, name="models")
+
+__all__ = ["app"]

@@ -95,6 +95,12 @@ class BatchService:
         self._tell(batch_id)
         return self.get(batch_id)
 
+    def clear(self) -> None:
+        """Forget every Batch of this folder, results included that were not joined."""
+        self._store.close()
+        self.folder.clear()
+        self._store = SqlStore(self.folder.database)
+
     # --- query ----------------------------------------------------------------------------------
 
     def get(self, batch_id: str) -> BatchRecord:

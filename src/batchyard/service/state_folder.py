@@ -42,7 +42,8 @@ class StateFolder:
         if strange:
             self.close()
             raise StoreError(
-                f"{path} is no state folder of Batchyard: it holds {strange[0]!r}. Choose another output name."
+                f"{path} is no state folder of Batchyard: it holds {strange[0]!r}. "
+                "Choose another output name."
             )
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -138,6 +138,8 @@ class Worker:
         self._runs: dict[int, ChunkRun] = {}
         self._finished: list[ChunkRun] = []
         self._dirty: set[ChunkRun] = set()
+        #: Lanes that wait for the engine: the only tasks that a close may cancel.
+        self._dispatching: set[asyncio.Task[None]] = set()
         self._closing: _Closing | None = None
         self._exhausted = False
         self._hold_until = 0.0
@@ -158,8 +160,8 @@ class Worker:
         self._hungry = asyncio.Event()
         self._hungry.set()
         self._unsaved = asyncio.Event()
-        self._lanes = [asyncio.create_task(self._lane()) for _ in range(self._plan.concurrency)]
-        tasks = [*self._lanes, *map(asyncio.create_task, (self._feed(), self._keep(), self._beat()))]
+        work = [self._lane() for _ in range(self._plan.concurrency)]
+        tasks = [asyncio.create_task(one) for one in (*work, self._feed(), self._keep(), self._beat())]
         for task in tasks:
             task.add_done_callback(self._task_ended)
         self._schedule_deadline()
@@ -177,7 +179,7 @@ class Worker:
     def close(self, code: str, message: str) -> None:
         """Dispatch nothing more; give every unfinished request a line with this error and end."""
         self._closing = _Closing(code, message)
-        for lane in self._lanes:
+        for lane in self._dispatching:
             lane.cancel()
         for _, _, item in self._later:
             self._queue.append(item)
@@ -276,6 +278,8 @@ class Worker:
     # --- lanes: take, dispatch, settle ----------------------------------------------------------
 
     async def _lane(self) -> None:
+        lane = asyncio.current_task()
+        assert lane is not None
         while True:
             items = self._take()
             if not items:
@@ -283,20 +287,25 @@ class Worker:
                 self._parked.append(parked)
                 await parked
                 continue
-            if self._closing is not None:
-                self._settle_closed(items, self._closing)
+            if (closing := self._closed_with()) is not None:
+                self._settle_closed(items, closing)
                 continue
             self.progress.running += len(items)
+            self._dispatching.add(lane)
             try:
                 outcomes = await self._engine.dispatch([item.request for item in items])
             except asyncio.CancelledError:
-                if self._closing is None:
+                if (closing := self._closed_with()) is None:
                     raise
-                self._settle_closed(items, self._closing)
+                self._settle_closed(items, closing)
                 continue
             finally:
+                self._dispatching.discard(lane)
                 self.progress.running -= len(items)
             self._settle(items, outcomes)
+
+    def _closed_with(self) -> _Closing | None:
+        return self._closing
 
     def _take(self) -> list[WorkItem]:
         queue = self._queue
@@ -378,6 +387,8 @@ class Worker:
 
     def _faulted(self, item: WorkItem, fault: Fault) -> None:
         now = self._loop.time()
+        if self._canary is not None:
+            self._canary.put_back()
         if fault.kind is FaultKind.UNREACHABLE:
             # Nothing was sent, so the request keeps its attempts; the breaker decides when to try again.
             self._breaker.unreachable(now)
@@ -405,6 +416,8 @@ class Worker:
             case GiveUp():
                 line = self._lines.gave_up(item.request, fault, item.attempts)
                 kind = fault.kind.value if fault.status_code is None else f"HTTP {fault.status_code}"
+                if self._canary is not None:
+                    self._canary.start(1)
                 self._record(item, kind, Usage(), line)
 
     def _recovered(self) -> None:
