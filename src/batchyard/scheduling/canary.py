@@ -53,6 +53,10 @@ class Canary:
         """Note that *count* requests have started."""
         self.started += count
 
+    def put_back(self) -> None:
+        """Note that a started request has no result and waits again."""
+        self.started -= 1
+
     def finish(self, *, succeeded: bool) -> None:
         """Note that a request has its result."""
         if not self.decided:
