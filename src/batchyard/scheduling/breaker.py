@@ -1,79 +1,104 @@
-"""Floor 2. The breaker: when an upstream cannot be reached at all, hold every dispatch and probe.
+"""Floor 2. The breaker: an upstream that cannot be reached at all holds the run, not its requests.
 
-A request that could not be sent has lost nothing, so it keeps its attempts; what is decided here is when
-the whole run tries again, and when it gives up. Pure: `now` is any clock's seconds.
+Pure: it is told what happened and when. A connection that was never made sent nothing, so it says
+nothing about the request and costs none of its attempts. After a few in a row the breaker opens: all is
+held, and single probes with growing pauses find out when the upstream is back.
+
+    closed ── threshold unreachable in a row ──▶ open ── pause over ──▶ half-open (one probe)
+       ▲                                           ▲                        │
+       └───────────── reached ─────────────────────┼──── unreachable ───────┤
+                                                   └────────────────────────┘
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class BreakerState(StrEnum):
+    """What the breaker lets through: everything, nothing, or one probe."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
 
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """How patiently an unreachable upstream is awaited."""
+    """When to hold a run, how often to probe, and when to stop it so that it can be resumed."""
 
-    #: Pause after the first failure; doubled with each failed probe.
-    base_s: float = 0.5
-    cap_s: float = 15.0
-    #: Give up when nothing was reached for this long.
-    patience_s: float = 120.0
+    #: Unreachable faults in a row that open the breaker.
+    threshold: int = 3
+    #: The first pause between probes; each failed probe doubles it.
+    probe_after_s: float = 0.5
+    #: No pause between probes is longer.
+    probe_cap_s: float = 15.0
+    #: A probe without a word for this long no longer keeps the next one back.
+    probe_lease_s: float = 30.0
+    #: After so long without reaching the upstream the run should stop. Servers that load a large
+    #: model take minutes to come back.
+    patience_s: float = 300.0
 
 
 class Breaker:
-    """Closed while the upstream is reached; open while it is not, with one probe after each pause."""
+    """Watches whether an upstream can be reached. Times are seconds of one monotonic clock."""
 
-    def __init__(self, policy: BreakerPolicy) -> None:
-        self.policy = policy
-        self._since: float | None = None
-        self._next_try_at = 0.0
+    def __init__(self, policy: BreakerPolicy | None = None) -> None:
+        self.policy = policy or BreakerPolicy()
+        self.state = BreakerState.CLOSED
+        #: Unreachable faults since the upstream was last reached.
+        self.failures = 0
+        self._since = 0.0
         self._probes = 0
-        self._probing = False
+        self._next_at = 0.0
 
     def __repr__(self) -> str:
-        if self._since is None:
-            return "<Breaker closed>"
-        return f"<Breaker open since {self._since:.6g} s, {self._probes} probes failed>"
+        return f"<Breaker {self.state} [{self.failures} unreachable in a row, {self._probes} probes failed]>"
 
     @property
     def troubled(self) -> bool:
-        """Whether the upstream was last found unreachable."""
-        return self._since is not None
+        """Whether the last thing known is that the upstream could not be reached."""
+        return self.failures > 0
 
     def may_dispatch(self, now: float) -> bool:
-        """Whether a dispatch may start; while open, a yes is the one probe."""
-        if self._since is None:
+        """Whether one dispatch may go out now. In trouble, True hands out the one probe."""
+        if self.state is BreakerState.CLOSED:
             return True
-        if self._probing or now < self._next_try_at:
+        if now < self._next_at:
             return False
-        self._probing = True
+        self.state = BreakerState.HALF_OPEN
+        self._next_at = now + self.policy.probe_lease_s
         return True
 
     def next_try_at(self, now: float) -> float:
-        """When to ask again."""
-        if self._since is None:
-            return now
-        # A probe under way ends in `reached` or `unreachable`; the pause is only a guard.
-        return now + self.policy.cap_s if self._probing else max(self._next_try_at, now)
+        """When `may_dispatch` is worth asking again; *now* where it is at once."""
+        return now if self.state is BreakerState.CLOSED else max(now, self._next_at)
 
     def unreachable(self, now: float) -> None:
-        """A dispatch found no connection."""
-        if self._since is None:
+        """Note that a dispatch could not connect."""
+        if not self.failures:
             self._since = now
-            self._probes = 0
-        elif not self._probing:
-            # One of the dispatches that were under way when the first failed: no news.
+        self.failures += 1
+        if self.state is BreakerState.OPEN:
+            # One of those that were under way when it opened; it is no probe.
             return
-        self._probing = False
-        pause_s = min(self.policy.base_s * 2**self._probes, self.policy.cap_s)
-        self._probes = min(self._probes + 1, 32)
-        self._next_try_at = now + pause_s
+        if self.state is BreakerState.CLOSED:
+            if self.failures < self.policy.threshold:
+                return
+            self._probes = 0
+        else:
+            self._probes += 1
+        self.state = BreakerState.OPEN
+        pause_s = self.policy.probe_after_s * 2.0 ** min(self._probes, 60)
+        self._next_at = now + min(self.policy.probe_cap_s, pause_s)
 
     def reached(self) -> None:
-        """Any answer or fault with an answer arrived: the upstream is there."""
-        self._since = None
-        self._probing = False
+        """Note that the upstream was reached, whatever it said."""
+        self.state = BreakerState.CLOSED
+        self.failures = 0
+        self._probes = 0
 
     def gives_up(self, now: float) -> bool:
-        """Whether it has been unreachable for longer than the policy waits."""
-        return self._since is not None and now - self._since >= self.policy.patience_s
+        """Whether patience is over and the run should stop, to be resumed later."""
+        return self.state is not BreakerState.CLOSED and now - self._since >= self.policy.patience_s

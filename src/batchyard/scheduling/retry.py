@@ -1,70 +1,103 @@
-"""Floor 2. Whether and when a request that met a fault is tried again.
+"""Floor 2. Whether a fault is worth another attempt, and when.
 
-Pure: the generator of chance comes as an argument. Exponential back-off with full jitter: a uniform
-draw between nothing and the doubled cap, which spreads a crowd of retries best (AWS Architecture Blog,
-"Exponential Backoff And Jitter"). A 4xx never comes here: it is an answer.
+Pure: the elapsed time and the dice come as arguments. Delays follow exponential back-off with full
+jitter (delay uniform between 0 and the exponential bound), so that many requests that failed together
+do not come back together. A 4xx is an answer, not a fault, and never comes here.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from batchyard.types import Fault, FaultKind
 
+#: Kinds that the request itself may have caused, so that fewer attempts are spent on it.
+SUSPECT_KINDS = frozenset({FaultKind.TIMEOUT, FaultKind.INVALID_ANSWER, FaultKind.ENGINE_DIED})
 
-class Chance(Protocol):
-    """Where jitter comes from; `random.Random` is one."""
 
-    def uniform(self, a: float, b: float, /) -> float:
-        """A number between *a* and *b*."""
+class Dice(Protocol):
+    """Where chance comes from; `random.Random` is one."""
+
+    def random(self) -> float:
+        """A number in [0, 1)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Limits of trying again; all of them hold at once."""
+    """How long one request is kept trying. `max_attempts=1` means no retry at all."""
 
-    #: Attempts in all, the first one included.
+    #: Attempts in all, for the kinds that only the upstream can be blamed for.
     max_attempts: int = 6
-    #: No retry starts later than this after the first attempt.
-    budget_s: float = 1800.0
+    #: Attempts in all after a timeout, an invalid answer or a dead engine.
+    max_suspect_attempts: int = 3
+    #: Attempts in all at a rate limit: it says nothing about the request, and waiting ends it.
+    max_rate_limited_attempts: int = 100
+    #: No attempt begins later than this after the request's first one.
+    budget_s: float = 3600.0
+    #: The first bound of the exponential back-off.
     base_s: float = 0.5
+    #: No bound of the back-off is above this.
     cap_s: float = 60.0
-    #: The most that a `Retry-After` may ask for; what asks for more is not waited for.
-    max_retry_after_s: float = 600.0
+    #: A `Retry-After` above this is cut to it.
+    retry_after_cap_s: float = 600.0
+
+    def attempts_for(self, kind: FaultKind) -> int:
+        """How many attempts a request that meets *kind* may have in all."""
+        if self.max_attempts <= 1:
+            return 1
+        if kind is FaultKind.RATE_LIMITED:
+            return max(self.max_attempts, self.max_rate_limited_attempts)
+        if kind in SUSPECT_KINDS:
+            return min(self.max_attempts, self.max_suspect_attempts)
+        return self.max_attempts
+
+    def back_off_s(self, attempt: int) -> float:
+        """The longest jittered delay after *attempt* attempts (1 or more)."""
+        # The exponent is bounded, for `2.0 ** 5000` overflows.
+        return min(self.cap_s, self.base_s * 2.0 ** min(max(attempt - 1, 0), 60))
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Try again after this many seconds."""
+    """Try again after `delay_s` seconds."""
 
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Try no more."""
+    """Write the fault down as the request's result."""
 
-    #: `attempts`, `budget` or `retry_after`.
+    #: `attempts` or `budget`.
     reason: str
 
 
-#: A rate limit is no sign of trouble with the request: it may be met often before it is met for good.
-_EXTRA_ATTEMPTS = {FaultKind.RATE_LIMITED: 4}
+def decide(fault: Fault, attempt: int, elapsed_s: float, policy: RetryPolicy, rng: Dice) -> Retry | GiveUp:
+    """What to do about *fault*.
 
-
-def decide(fault: Fault, attempts: int, elapsed_s: float, policy: RetryPolicy, rng: Chance) -> Retry | GiveUp:
-    """What to do after *attempts* attempts, *elapsed_s* seconds after the first began."""
-    if attempts >= policy.max_attempts + _EXTRA_ATTEMPTS.get(fault.kind, 0):
+    Args:
+        attempt: attempts made so far, the one that brought this fault included.
+        elapsed_s: seconds since the request's first attempt began.
+    """
+    if attempt >= policy.attempts_for(fault.kind):
         return GiveUp("attempts")
-    ceiling_s = min(policy.cap_s, policy.base_s * 2 ** min(attempts - 1, 32))
-    delay_s = rng.uniform(0.0, ceiling_s)
-    if fault.retry_after_s is not None:
-        if fault.retry_after_s > policy.max_retry_after_s:
-            return GiveUp("retry_after")
-        # Jitter after the time asked for, or everybody comes back at the same instant.
-        delay_s = fault.retry_after_s + rng.uniform(0.0, min(ceiling_s, fault.retry_after_s * 0.1 + 0.05))
-    if elapsed_s + delay_s > policy.budget_s:
+    left_s = policy.budget_s - elapsed_s
+    if left_s <= 0:
         return GiveUp("budget")
-    return Retry(delay_s)
+    jitter_s = rng.random() * policy.back_off_s(attempt)
+    asked_s = _asked_s(fault, policy)
+    if asked_s > left_s:
+        # Coming back before the upstream wants it would only be refused again.
+        return GiveUp("budget")
+    # The upstream's wish is a floor; the jitter on top spreads those that were told the same time.
+    return Retry(min(asked_s + jitter_s, left_s))
+
+
+def _asked_s(fault: Fault, policy: RetryPolicy) -> float:
+    asked_s = fault.retry_after_s
+    if asked_s is None or math.isnan(asked_s) or asked_s <= 0:
+        return 0.0
+    return min(asked_s, policy.retry_after_cap_s)
