@@ -1,295 +1,311 @@
-"""Floor 3. The engine that computes nothing: it echoes, with scripted latency and faults.
+"""Floor 3. The engine `echo`: repeats each prompt, with scripted latency, faults and token counts.
 
-For demos, tests and calibration. The same seed and requests give the same answers and faults. Answers
-have the shapes of the OpenAI API; a token is a word.
+For demos, tests and calibration: deterministic by seed, whatever the order and the batches in which
+requests come, and cheap enough that what is measured is everything around it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import fnmatch
+import math
 import os
+import random
+import re
 import zlib
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from json import dumps
-from json.encoder import encode_basestring_ascii
-from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from batchyard.clock import Clock, SystemClock
-from batchyard.errors import UsageError
-from batchyard.types import Answer, Capabilities, Endpoint, Fault, FaultKind, Outcome, Request, Usage
+from batchyard.engines.echo_answers import answer, chunks, count_tokens, error_body
+from batchyard.errors import EngineError, UsageError
+from batchyard.types import Answer, Capabilities, Endpoint, Fault, FaultKind, Outcome, Request
 
-_STATUS_FAULTS = {429: FaultKind.RATE_LIMITED, 408: FaultKind.TIMEOUT}
-_WORD_FAULTS = {
-    "timeout": FaultKind.TIMEOUT,
-    "disconnect": FaultKind.DISCONNECTED,
-    "unreachable": FaultKind.UNREACHABLE,
-    "died": FaultKind.ENGINE_DIED,
+#: What a scripted fault may be, by the word a user writes.
+_FAULTS: dict[str, tuple[FaultKind, int | None, str]] = {
+    "429": (FaultKind.RATE_LIMITED, 429, "The engine echo was told to answer 429 (too many requests)."),
+    "timeout": (FaultKind.TIMEOUT, None, "The engine echo was told not to answer in time."),
+    "disconnect": (FaultKind.DISCONNECTED, None, "The engine echo was told to break the connection."),
+    "unreachable": (FaultKind.UNREACHABLE, None, "The engine echo was told to be unreachable."),
+    "invalid": (FaultKind.INVALID_ANSWER, None, "The engine echo was told to answer with no JSON."),
+    "died": (FaultKind.ENGINE_DIED, None, "The engine echo was told to die."),
 }
-_EMBEDDING_WIDTH = 8
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|us)?")
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0}
 
 
 @dataclass(frozen=True, slots=True)
 class EchoFault:
-    """Which requests fail, how, and for how long."""
+    """One rule: these requests meet this instead of their answer."""
 
-    #: An HTTP status (4xx answers, 429 and 5xx faults), or `timeout`, `disconnect`, `unreachable`, `died`.
-    what: int | str
-    #: The share of requests that fail, chosen by a hash of custom_id and seed; or a pattern of custom_ids.
-    share: float = 0.0
+    #: `timeout`, `disconnect`, `unreachable`, `invalid`, `died`, or an HTTP status from 400 to 599.
+    what: str
+    #: Requests whose `custom_id` fits this shell pattern; None means by `share`.
     pattern: str | None = None
-    #: How many attempts of a request fail; None for ever.
-    times: int | None = None
+    #: Share of all requests, 0 to 1, drawn by seed and `custom_id`.
+    share: float = 0.0
+    #: Only the first so many attempts; None means for ever.
+    attempts: int | None = None
+    #: What a 429 or 503 asks to wait.
     retry_after_s: float | None = None
+
+    def outcome(self) -> Outcome:
+        """What the request gets."""
+        if self.what in _FAULTS:
+            kind, status, message = _FAULTS[self.what]
+            body = b"" if status is None else error_body(message, kind=kind.value)
+            return Fault(kind, message, status, body, self.retry_after_s)
+        status = int(self.what)
+        message = f"The engine echo was told to answer {status}."
+        if status < 500:
+            return Answer(status, error_body(message))
+        body = error_body(message, kind="server_error")
+        return Fault(FaultKind.SERVER_ERROR, message, status, body, self.retry_after_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long a dispatch takes: `fixed`, `uniform` between two bounds, or `exponential` about a mean."""
+
+    shape: str
+    low_s: float
+    high_s: float = 0.0
+
+    def draw(self, dice: random.Random) -> float:
+        """One latency in seconds."""
+        match self.shape:
+            case "uniform":
+                return dice.uniform(self.low_s, self.high_s)
+            case "exponential":
+                return dice.expovariate(1.0 / self.low_s) if self.low_s else 0.0
+            case _:
+                return self.low_s
 
 
 class EchoEngine:
-    """Echoes the prompt.
+    """Answers every request with its own prompt.
 
     Args:
-        latency_s: how long each dispatch takes.
-        faults: which requests fail; the first that fits decides.
-        max_batch: requests a dispatch may carry.
-        slots: dispatches it works on at once, for the caller to know.
-        log_path: a file (or pipe) to which the custom_ids of each dispatch are appended, a line each, in
-            one write before anything is answered.
+        latency_s: what each dispatch takes, as a number or a distribution.
+        tokens_per_s: adds the time that the longest answer of the dispatch takes at this rate.
+        faults: rules, of which the first that fits a request counts.
+        log_path: each dispatch appends the custom ids that it carries, one a line, in one write, so
+            that calls can be counted over processes that were killed.
     """
-
-    name = "echo"
-    model: str | None = "echo"
 
     def __init__(
         self,
+        latency_s: float | Latency = 0.0,
         *,
-        latency_s: float = 0.0,
-        faults: Sequence[EchoFault] = (),
+        tokens_per_s: float | None = None,
+        faults: Iterable[EchoFault] = (),
         seed: int = 0,
-        max_batch: int = 64,
-        slots: int = 8,
-        context_tokens: int | None = None,
-        log_path: Path | None = None,
+        max_batch: int = 1,
+        slots: int | None = None,
         clock: Clock | None = None,
+        log_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.latency_s = latency_s
-        self.faults = tuple(faults)
-        self.seed = seed
-        self.log_path = log_path
-        self.clock = clock or SystemClock()
-        self._attempts: Counter[str] = Counter()
+        self.name = "echo"
+        self.model: str | None = None
+        self._latency = latency_s if isinstance(latency_s, Latency) else Latency("fixed", latency_s)
+        self._tokens_per_s = tokens_per_s
+        self._rules = [(rule, rule.outcome(), _matcher(rule, seed)) for rule in faults]
+        self._attempts: dict[tuple[int, str], int] = {}
+        self._seed = seed
+        self._clock: Clock = clock or SystemClock()
+        self._log_path = log_path
         self._log: int | None = None
+        self._closed = False
         self._capabilities = Capabilities(
             endpoints=frozenset(Endpoint),
             max_batch=max_batch,
             slots=slots,
             streams=True,
             several_models=True,
-            context_tokens=context_tokens,
         )
 
     def __repr__(self) -> str:
-        return f"<EchoEngine [{self.latency_s:g} s, {len(self.faults)} scripted faults]>"
+        return f"<EchoEngine [{self._latency}, {len(self._rules)} fault rules, seed {self._seed}]>"
 
     @classmethod
     def from_spec(cls, spec: str) -> EchoEngine:
-        """An engine from `latency=20ms,fail=2%:500,fail=req-7*:timeout:1,max_batch=1,seed=3,log=calls.txt`.
+        """An engine from words such as `latency=20ms,fail=2%:500,seed=1`.
 
-        `fail=WHO:WHAT[:TIMES]`, where WHO is a share such as 2% or a pattern of custom_ids.
+        `latency` takes `20ms`, `10ms..50ms` or `exp:20ms`. `fail` takes WHO:WHAT and may be repeated:
+        WHO is a share (`2%`) or a pattern of custom ids (`row-7*`); WHAT is an HTTP status, `timeout`,
+        `disconnect`, `unreachable`, `invalid` or `died`, then `@2s` to ask for a wait and `x3` to fail
+        the first three attempts only, as in `fail=row-7:429@2sx3`. Further: `tokens_per_s`, `seed`,
+        `max_batch`, `slots`, `log`.
 
         Raises:
-            UsageError: a part of it makes no sense.
+            UsageError: a word is not understood.
         """
-        options: dict[str, Any] = {"faults": []}
-        for part in filter(None, spec.split(",")):
-            name, _, value = part.partition("=")
-            try:
-                match name:
-                    case "latency":
-                        scale = 0.001 if value.endswith("ms") else 1.0
-                        options["latency_s"] = float(value.removesuffix("ms").removesuffix("s")) * scale
-                    case "fail":
-                        options["faults"].append(_parse_fault(value))
-                    case "max_batch" | "slots" | "seed" | "context_tokens":
-                        options[name] = int(value)
-                    case "log":
-                        options["log_path"] = Path(value)
-                    case _:
-                        raise ValueError(name)
-            except ValueError as error:
-                raise UsageError(
-                    f"The engine echo does not understand {part!r}. It takes latency=20ms, fail=2%:500, "
-                    "fail=PATTERN:timeout:1, max_batch=N, slots=N, context_tokens=N, seed=N and log=FILE."
-                ) from error
-        return cls(**options)
+        return cls(**_read_spec(spec))  # type: ignore[arg-type]  # checked word by word in _read_spec
 
     @property
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
     async def start(self) -> None:
-        if self.log_path is not None and self._log is None:
-            self._log = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._closed = False
+        if self._log_path is not None and self._log is None:
+            try:
+                self._log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            except OSError as error:
+                raise EngineError(
+                    f"The engine echo cannot write its log {os.fspath(self._log_path)}: {error.strerror}."
+                ) from error
 
     async def dispatch(self, requests: Sequence[Request]) -> list[Outcome]:
+        if self._closed:
+            raise EngineError("The engine echo is closed.")
         if self._log is not None:
-            os.write(self._log, "".join(f"{one.custom_id}\n" for one in requests).encode())
-        if self.latency_s:
-            await self.clock.sleep(self.latency_s)
-        else:
-            # Give other tasks their turn: a loop that never waits starves heartbeats and signals.
-            await asyncio.sleep(0)
-        if self.faults:
-            return [self._scripted(one) or self._answer(one) for one in requests]
-        return [self._answer(one) for one in requests]
+            os.write(self._log, "".join(map(_log_line, requests)).encode("utf-8", errors="replace"))
+        outcomes: list[Outcome] = (
+            [self._outcome(request) for request in requests]
+            if self._rules
+            else [answer(request) for request in requests]
+        )
+        # Also with no latency: the loop's other tasks get their turn once a dispatch.
+        await self._clock.sleep(self._duration_s(requests, outcomes))
+        return outcomes
 
     async def stream(self, request: Request) -> AsyncIterator[bytes]:
-        text = _prompt_of(request)
-        if text is None:
+        outcome = self._outcome(request)
+        if isinstance(outcome, Fault) or not outcome.succeeded:
+            yield outcome.body or error_body(outcome.message, kind=outcome.kind.value)  # type: ignore[union-attr]
             return
-        for place, word in enumerate(text.split() or [""]):
-            if self.latency_s:
-                await self.clock.sleep(self.latency_s)
-            yield _chunk(request.endpoint, word if place == 0 else " " + word)
+        pieces = list(chunks(request))
+        pause_s = self._duration_s([request], [outcome]) / len(pieces)
+        for piece in pieces:
+            await self._clock.sleep(pause_s)
+            yield piece
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
-        return [None if (text := _prompt_of(one)) is None else _tokens(text) for one in requests]
+        return [count_tokens(request) for request in requests]
 
     async def close(self) -> None:
+        self._closed = True
         if self._log is not None:
             os.close(self._log)
             self._log = None
 
-    def _scripted(self, request: Request) -> Outcome | None:
-        for fault in self.faults:
-            if fault.pattern is not None:
-                hit = fnmatch.fnmatchcase(request.custom_id, fault.pattern)
-            else:
-                draw = zlib.crc32(f"{self.seed}:{request.custom_id}".encode()) / 2**32
-                hit = draw < fault.share
-            if hit:
-                if fault.times is not None:
-                    self._attempts[request.custom_id] += 1
-                    if self._attempts[request.custom_id] > fault.times:
-                        return None
-                return _failed(fault)
-        return None
+    def _outcome(self, request: Request) -> Outcome:
+        custom_id = request.custom_id
+        for place, (rule, outcome, fits) in enumerate(self._rules):
+            if not fits(custom_id):
+                continue
+            if rule.attempts is not None:
+                key = (place, custom_id)
+                made = self._attempts[key] = self._attempts.get(key, 0) + 1
+                if made > rule.attempts:
+                    continue
+            return outcome
+        return answer(request)
 
-    def _answer(self, request: Request) -> Outcome:
-        text = _prompt_of(request)
-        if text is None:
-            return _refused("The body is not what this endpoint takes.")
-        tokens = _tokens(text)
-        limit = self._capabilities.context_tokens
-        if limit is not None and tokens > limit:
-            return _refused(f"The prompt has {tokens} tokens; the context holds {limit}.")
-        return Answer(200, *_body(request.endpoint, request.index, text, tokens))
-
-
-class _Message(msgspec.Struct):
-    content: str | list[Any] | None = None
+    def _duration_s(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> float:
+        latency = self._latency
+        if latency.shape == "fixed":
+            duration_s = latency.low_s
+        else:
+            key = requests[0].custom_id.encode("utf-8", errors="replace") if requests else b""
+            duration_s = latency.draw(random.Random(zlib.crc32(key, self._seed & 0xFFFFFFFF)))
+        if self._tokens_per_s is not None:
+            longest = max((one.usage.output_tokens for one in outcomes if isinstance(one, Answer)), default=0)
+            duration_s += longest / self._tokens_per_s
+        return duration_s
 
 
-class _Body(msgspec.Struct):
-    messages: list[_Message] | None = None
-    prompt: str | list[Any] | None = None
-    input: str | list[Any] | None = None
+def _matcher(rule: EchoFault, seed: int) -> Callable[[str], bool]:
+    if rule.pattern is not None:
+        return re.compile(fnmatch.translate(rule.pattern)).match  # type: ignore[return-value]  # truth is all that counts
+    limit = round(rule.share * 2**32)
+    start = zlib.crc32(rule.what.encode(), seed & 0xFFFFFFFF)
+
+    def drawn(custom_id: str) -> bool:
+        return zlib.crc32(custom_id.encode("utf-8", errors="replace"), start) < limit
+
+    return drawn
 
 
-_decode = msgspec.json.Decoder(_Body).decode
+def _log_line(request: Request) -> str:
+    return request.custom_id.replace("\\", "\\\\").replace("\n", "\\n") + "\n"
 
 
-def _prompt_of(request: Request) -> str | None:
-    """What to echo; None where the body does not fit the endpoint."""
+# --- reading a spec -----------------------------------------------------------------------------------
+
+
+def _read_spec(spec: str) -> dict[str, object]:
+    options: dict[str, object] = {}
+    faults: list[EchoFault] = []
+    for part in filter(None, (one.strip() for one in spec.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or not value:
+            raise _not_understood(part)
+        match key:
+            case "latency":
+                options["latency_s"] = _read_latency(value, part)
+            case "fail":
+                faults.append(_read_fault(value, part))
+            case "tokens_per_s":
+                options[key] = _read_number(value, part)
+            case "seed" | "max_batch" | "slots":
+                if not value.isdecimal() or (key != "seed" and int(value) < 1):
+                    raise _not_understood(part)
+                options[key] = int(value)
+            case "log":
+                options["log_path"] = value
+            case _:
+                raise _not_understood(part)
+    options["faults"] = faults
+    return options
+
+
+def _read_latency(value: str, part: str) -> Latency:
+    if value.startswith("exp:"):
+        return Latency("exponential", _read_duration(value.removeprefix("exp:"), part))
+    low, dots, high = value.partition("..")
+    if not dots:
+        return Latency("fixed", _read_duration(value, part))
+    return Latency("uniform", _read_duration(low, part), _read_duration(high, part))
+
+
+def _read_fault(value: str, part: str) -> EchoFault:
+    who, colon, rest = value.rpartition(":")
+    match = re.fullmatch(r"([a-z]+?|\d{3})(?:@([\d.]+(?:ms|us|s|m)?))?(?:x(\d+))?", rest)
+    if not colon or not who or match is None:
+        raise _not_understood(part)
+    what, wait, attempts = match.groups()
+    if what not in _FAULTS and not (what.isdecimal() and 400 <= int(what) < 600):
+        raise _not_understood(part)
+    share = _read_number(who[:-1], part) / 100 if who.endswith("%") else 0.0
+    return EchoFault(
+        what,
+        pattern=None if who.endswith("%") else who,
+        share=share,
+        attempts=None if attempts is None else int(attempts),
+        retry_after_s=None if wait is None else _read_duration(wait, part),
+    )
+
+
+def _read_duration(value: str, part: str) -> float:
+    match = _DURATION.fullmatch(value)
+    if match is None:
+        raise _not_understood(part)
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _read_number(value: str, part: str) -> float:
     try:
-        body = _decode(request.body)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    match request.endpoint:
-        case Endpoint.CHAT:
-            found = body.messages[-1].content if body.messages else None
-        case Endpoint.COMPLETIONS:
-            found = body.prompt
-        case _:
-            found = body.input
-    return found if isinstance(found, str) or found is None else dumps(found)
+        number = float(value)
+    except ValueError as error:
+        raise _not_understood(part) from error
+    if not math.isfinite(number) or number <= 0:
+        raise _not_understood(part)
+    return number
 
 
-def _tokens(text: str) -> int:
-    return text.count(" ") + 1
-
-
-def _body(endpoint: Endpoint, index: int, text: str, tokens: int) -> tuple[bytes, Usage]:
-    quoted = encode_basestring_ascii(text)
-    match endpoint:
-        case Endpoint.CHAT:
-            body = (
-                f'{{"id":"chatcmpl-{index}","object":"chat.completion","created":0,"model":"echo","choices":[{{'
-                f'"index":0,"message":{{"role":"assistant","content":{quoted}}},"finish_reason":"stop"}}],'
-                f'"usage":{{"prompt_tokens":{tokens},"completion_tokens":{tokens},"total_tokens":{2 * tokens}}}}}'
-            )
-        case Endpoint.COMPLETIONS:
-            body = (
-                f'{{"id":"cmpl-{index}","object":"text_completion","created":0,"model":"echo","choices":[{{'
-                f'"index":0,"text":{quoted},"finish_reason":"stop","logprobs":null}}],'
-                f'"usage":{{"prompt_tokens":{tokens},"completion_tokens":{tokens},"total_tokens":{2 * tokens}}}}}'
-            )
-        case Endpoint.RESPONSES:
-            body = (
-                f'{{"id":"resp_{index}","object":"response","created_at":0,"model":"echo","status":"completed",'
-                f'"error":null,"output":[{{"type":"message","id":"msg_{index}","role":"assistant",'
-                f'"status":"completed","content":[{{"type":"output_text","text":{quoted},"annotations":[]}}]}}],'
-                f'"usage":{{"input_tokens":{tokens},"input_tokens_details":{{"cached_tokens":0}},'
-                f'"output_tokens":{tokens},"output_tokens_details":{{"reasoning_tokens":0}},'
-                f'"total_tokens":{2 * tokens}}}}}'
-            )
-        case Endpoint.EMBEDDINGS:
-            seed = zlib.crc32(text.encode("utf-8", "replace"))
-            vector = [((seed >> (4 * place)) & 15) / 15 for place in range(_EMBEDDING_WIDTH)]
-            body = (
-                '{"object":"list","model":"echo","data":[{"object":"embedding","index":0,'
-                f'"embedding":{dumps(vector)}}}],"usage":{{"prompt_tokens":{tokens},"total_tokens":{tokens}}}}}'
-            )
-            return body.encode(), Usage(tokens)
-    return body.encode(), Usage(tokens, tokens)
-
-
-def _chunk(endpoint: Endpoint, text: str) -> bytes:
-    if endpoint is Endpoint.CHAT:
-        choice: dict[str, Any] = {"index": 0, "delta": {"content": text}, "finish_reason": None}
-        return dumps({"object": "chat.completion.chunk", "model": "echo", "choices": [choice]}).encode()
-    if endpoint is Endpoint.COMPLETIONS:
-        choice = {"index": 0, "text": text, "finish_reason": None}
-        return dumps({"object": "text_completion", "model": "echo", "choices": [choice]}).encode()
-    return dumps({"type": "response.output_text.delta", "delta": text}).encode()
-
-
-def _failed(fault: EchoFault) -> Outcome:
-    if isinstance(fault.what, str):
-        return Fault(_WORD_FAULTS[fault.what], f"The script of the engine echo says: {fault.what}.")
-    error = {"message": f"Scripted {fault.what}.", "type": "scripted", "param": None, "code": None}
-    body = dumps({"error": error}).encode()
-    kind = _STATUS_FAULTS.get(fault.what, FaultKind.SERVER_ERROR if fault.what >= 500 else None)
-    if kind is None:
-        return Answer(fault.what, body)
-    message = f"The script of the engine echo says: HTTP {fault.what}."
-    return Fault(kind, message, fault.what, body, fault.retry_after_s)
-
-
-def _refused(message: str) -> Answer:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return Answer(400, dumps({"error": error}).encode())
-
-
-def _parse_fault(value: str) -> EchoFault:
-    who, what, *times = value.split(":")
-    kind: int | str = what if what in _WORD_FAULTS else int(what)
-    if isinstance(kind, int) and not 400 <= kind <= 599:
-        raise ValueError(what)
-    count = int(times[0]) if times else None
-    if who.endswith("%"):
-        return EchoFault(kind, share=float(who[:-1]) / 100, times=count)
-    return EchoFault(kind, pattern=who, times=count)
+def _not_understood(part: str) -> UsageError:
+    return UsageError(
+        f"The engine echo does not understand {part!r}. "
+        "An example of what it takes: echo:latency=20ms,fail=2%:500,fail=row-7*:429@1sx2,seed=1."
+    )

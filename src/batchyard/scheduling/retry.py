@@ -76,11 +76,10 @@ class GiveUp:
 
 
 def decide(fault: Fault, attempt: int, elapsed_s: float, policy: RetryPolicy, rng: Dice) -> Retry | GiveUp:
-    """What to do about *fault*.
+    """What to do about *fault*, which *attempt* brought, *elapsed_s* after the first attempt began.
 
-    Args:
-        attempt: attempts made so far, the one that brought this fault included.
-        elapsed_s: seconds since the request's first attempt began.
+    *attempt* counts from 1. The delay is below `policy.back_off_s(attempt)`, or that much above what
+    `Retry-After` asked for, and never reaches past the budget.
     """
     if attempt >= policy.attempts_for(fault.kind):
         return GiveUp("attempts")
