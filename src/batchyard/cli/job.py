@@ -138,7 +138,9 @@ class Job:
         if batch is None:
             _check_free(options.output)
             path = prepared.requests(service.folder.requests)
-            rules = rules_for(engine.capabilities, prepared, model_given=_names_model(choice), limit=options.limit)
+            rules = rules_for(
+                engine.capabilities, prepared, model_given=_names_model(choice), limit=options.limit
+            )
             batch = service.create(path, rules, settings)
             self.report.created(batch)
         else:
@@ -239,9 +241,13 @@ def _check_paths(options: JobOptions) -> None:
         )
     parent = options.output.parent
     if not parent.is_dir():
-        raise UsageError(f"The folder {parent} for the results does not exist. Make it, or choose another -o.")
+        raise UsageError(
+            f"The folder {parent} for the results does not exist. Make it, or choose another -o."
+        )
     if options.output.is_dir():
-        raise UsageError(f"{options.output} is a folder. Name a file for the results, such as -o results.jsonl.")
+        raise UsageError(
+            f"{options.output} is a folder. Name a file for the results, such as -o results.jsonl."
+        )
     named = {"INPUT": options.source, "--output": options.output, "--errors": options.error_path}
     seen: dict[Path, str] = {}
     for name, path in named.items():
@@ -288,5 +294,3 @@ def _fit_open_files(concurrency: int) -> int:
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return concurrency
-
-

@@ -12,7 +12,7 @@ import msgspec
 
 from batchyard.errors import InputChanged, UsageError
 from batchyard.service.intake.registration import IntakeRules
-from batchyard.service.intake.rows import RowPlan, convert_rows, sniff
+from batchyard.service.intake.rows import RowPlan, columns_of, convert_rows, sniff
 from batchyard.types import Capabilities, Endpoint
 
 
@@ -112,3 +112,13 @@ def _first_endpoint(source: Path) -> Endpoint | None:
             except (ValueError, RecursionError, msgspec.MsgspecError):
                 continue
     return None
+
+
+def _how_to_use_rows(source: Path) -> str:
+    columns = columns_of(source)
+    named = f" with the columns {', '.join(map(repr, columns[:12]))}" if columns else ""
+    example = columns[0] if columns else "text"
+    return (
+        f"{source} holds rows{named}, not requests. Say how to make a request of a row: "
+        f"--template 'Summarise: {{{example}}}' for text, or --field {example} for embeddings."
+    )

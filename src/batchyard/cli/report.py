@@ -71,7 +71,9 @@ class Report:
         """The engine is ready."""
         self._emit("engine.ready", engine=engine.name, model=engine.model, concurrency=concurrency)
         model = f" · {engine.model}" if engine.model else ""
-        self._row("Engine", f"{engine.name}{model} · {_count(concurrency, 'dispatch', 'dispatches')} in flight")
+        self._row(
+            "Engine", f"{engine.name}{model} · {_count(concurrency, 'dispatch', 'dispatches')} in flight"
+        )
 
     def progress_start(self, snapshot: Snapshot) -> None:
         """Work begins."""
@@ -111,11 +113,18 @@ class Report:
         )
         speed = f" · {here / elapsed_s:,.1f} requests/s" if elapsed_s > 0 and here else ""
         total_tokens = f" · {tokens:,} tokens" if tokens else ""
-        self._row("Done", f"{counts.succeeded:,} of {batch.total:,} succeeded in {elapsed_s:,.1f} s{speed}{total_tokens}")
+        self._row(
+            "Done",
+            f"{counts.succeeded:,} of {batch.total:,} succeeded in {elapsed_s:,.1f} s{speed}{total_tokens}",
+        )
         if joined.output:
             self._row("Results", str(joined.output))
         if joined.errors:
-            self._row("Failed", f"{_count(counts.failed, 'request')}, each with its reason in {joined.errors}", "red")
+            self._row(
+                "Failed",
+                f"{_count(counts.failed, 'request')}, each with its reason in {joined.errors}",
+                "red",
+            )
         return ExitCode.SOME_FAILED if counts.failed else ExitCode.SUCCEEDED
 
     def ended_before(self, batch: BatchRecord, counts: Counts) -> int:
@@ -202,7 +211,10 @@ class Report:
 
 
 _ENGINE_EVENTS: dict[str, tuple[str, Any]] = {
-    "model.fetching": ("Model", lambda f: f"Fetching {f.get('name')} ({f.get('licence', 'licence not stated')}) …"),
+    "model.fetching": (
+        "Model",
+        lambda f: f"Fetching {f.get('name')} ({f.get('licence', 'licence not stated')}) …",
+    ),
     "model.ready": ("Model", lambda f: f"{f.get('name')} is ready."),
     "engine.restarted": ("Engine", lambda f: f"{f.get('message', 'The engine process was restarted.')}"),
 }

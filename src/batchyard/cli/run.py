@@ -25,7 +25,9 @@ def run(
     *,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where results go. Default: INPUT with .results.jsonl as ending."),
+        typer.Option(
+            "--output", "-o", help="Where results go. Default: INPUT with .results.jsonl as ending."
+        ),
     ] = None,
     errors: Annotated[
         Path | None,
