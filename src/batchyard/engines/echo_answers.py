@@ -131,11 +131,10 @@ def _chat_text(body: _Chat) -> tuple[str, Usage, bytes]:
     if not messages:
         raise ValueError("messages is empty")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if len(messages) == 1:
-        prompt = _text_of(messages[0].content)
-        return _echo(prompt, len(prompt.split()), limit)
-    texts = [_text_of(message.content) for message in messages]
-    return _echo(texts[-1], sum(len(text.split()) for text in texts), limit)
+    before = 0
+    if len(messages) > 1:
+        before = sum(len(_text_of(message.content).split()) for message in messages[:-1])
+    return _echo(_text_of(messages[-1].content), before, limit)
 
 
 def _chunks_chat(request: Request, usage: Usage) -> Iterator[bytes]:
@@ -163,7 +162,7 @@ def _answer_completion(request: Request) -> Answer:
     prompts = [_text_of_prompt(one) for one in _prompts(body.prompt)]
     choices, used_in, used_out = [], 0, 0
     for index, prompt in enumerate(prompts):
-        text, usage, finish = _echo(prompt, len(prompt.split()), body.max_tokens)
+        text, usage, finish = _echo(prompt, 0, body.max_tokens)
         used_in += usage.input_tokens
         used_out += usage.output_tokens
         choices.append(
@@ -189,7 +188,7 @@ def _chunks_completion(request: Request, usage: Usage) -> Iterator[bytes]:
     choice = b'"choices":[{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}]}'
     for index, one in enumerate(_prompts(body.prompt)):
         prompt = _text_of_prompt(one)
-        text, _, finish = _echo(prompt, len(prompt.split()), body.max_tokens)
+        text, _, finish = _echo(prompt, 0, body.max_tokens)
         for piece in _PIECES.findall(text):
             yield head + choice % (index, quote(piece).encode(), b"null")
         yield head + choice % (index, b'""', b'"%b"' % finish)
@@ -212,8 +211,8 @@ def _response_text(body: _Response) -> tuple[str, Usage, bytes]:
         texts = [_text_of(message.content) for message in body.input]
     else:
         raise ValueError("input is empty")
-    tokens = sum(len(text.split()) for text in texts) + len((body.instructions or "").split())
-    return _echo(texts[-1], tokens, body.max_output_tokens)
+    before = sum(len(text.split()) for text in texts[:-1]) + len((body.instructions or "").split())
+    return _echo(texts[-1], before, body.max_output_tokens)
 
 
 def _response_body(request: Request, text: str, usage: Usage, finish: bytes) -> bytes:
@@ -304,14 +303,15 @@ def _show_vector(numbers: list[float], encoding: str) -> bytes:
 # --- parts that several endpoints share ---------------------------------------------------------------
 
 
-def _echo(prompt: str, prompt_tokens: int, limit: int | None) -> tuple[str, Usage, bytes]:
+def _echo(prompt: str, tokens_before: int, limit: int | None) -> tuple[str, Usage, bytes]:
     """The text to answer with, cut to *limit* words, what it took, and why it ended."""
     words = prompt.split()
-    if limit is None or len(words) <= limit:
-        return prompt, _usage(prompt_tokens, len(words)), b"stop"
+    count = len(words)
+    if limit is None or count <= limit:
+        return prompt, _usage(tokens_before + count, count), b"stop"
     if limit < 0:
         raise ValueError("the limit of tokens is negative")
-    return " ".join(words[:limit]), _usage(prompt_tokens, limit), b"length"
+    return " ".join(words[:limit]), _usage(tokens_before + count, limit), b"length"
 
 
 def _text_of(content: str | list[_Part] | None) -> str:
