@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _MAX_ERRORS = 100
 _BY_ENDING = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".pq": "parquet"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class RowPlan:
     """How a request is made of a row."""
 
@@ -35,7 +35,7 @@ class RowPlan:
     field: str | None = None
     system: str | None = None
     #: More members of every body, such as `max_tokens`.
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     #: The column that holds the custom_id; otherwise rows are named `row-1`, `row-2` and so on.
     id_field: str | None = None
 
@@ -87,36 +87,38 @@ def convert_rows(source: Path, target: Path, plan: RowPlan) -> int:
         InvalidInput: with every row that cannot be made into a request, up to a cap.
     """
     part = target.with_name(target.name + ".part")
+    try:
+        errors, failed, written = _write(source, part, plan)
+        if not failed:
+            part.replace(target)
+            sync_folder(target.parent)
+    except OSError as error:
+        raise as_store_error(error, target) from error
+    finally:
+        part.unlink(missing_ok=True)
+    if failed:
+        raise InvalidInput(errors, failed)
+    return written
+
+
+def _write(source: Path, part: Path, plan: RowPlan) -> tuple[list[LineError], int, int]:
+    """Write the requests; returns the errors up to a cap, how many there were, and how many were written."""
     errors: list[LineError] = []
     failed = written = 0
-    try:
-        with part.open("wb") as file:
-            make: Callable[[int, Row], bytes] | None = None
-            for number, row in _read(source):
-                try:
-                    make = make or _maker(plan, row, source)
-                    if isinstance(row, _BadRow):
-                        raise _RowError(row.reason)  # noqa: TRY301 - one place counts row errors
-                    file.write(make(number, row))
-                    written += 1
-                except _RowError as error:
-                    failed += 1
-                    if len(errors) < _MAX_ERRORS:
-                        errors.append(LineError("invalid_row", str(error), number))
-            file.flush()
-            os.fsync(file.fileno())
-        if failed:
-            part.unlink()
-            raise InvalidInput(errors, failed)
-        part.replace(target)
-        sync_folder(target.parent)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise as_store_error(error, target) from error
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    return written
+    with part.open("wb") as file:
+        make: Callable[[int, Row], bytes] | None = None
+        for number, row in _read(source):
+            try:
+                make = make or _maker(plan, row, source)
+                file.write(make(number, row))
+                written += 1
+            except _RowError as error:
+                failed += 1
+                if len(errors) < _MAX_ERRORS:
+                    errors.append(LineError("invalid_row", str(error), number))
+        file.flush()
+        os.fsync(file.fileno())
+    return errors, failed, written
 
 
 def columns_of(source: Path) -> list[str]:
@@ -152,6 +154,8 @@ def _maker(plan: RowPlan, first: Row, source: Path) -> Callable[[int, Row], byte
     encode = msgspec.json.Encoder().encode
 
     def make(number: int, row: Row) -> bytes:
+        if isinstance(row, _BadRow):
+            raise _RowError(row.reason)
         custom_id = f"row-{number}" if plan.id_field is None else _text(row, plan.id_field)
         if plan.field is not None:
             body: dict[str, Any] = {"input": _text(row, plan.field), **plan.params}
@@ -186,7 +190,7 @@ def _columns_in(template: str) -> list[str]:
         if match[0] in {"{", "}"}:
             raise UsageError(
                 f"The template has a single {match[0]!r} at character {match.start() + 1}. "
-                "Name a column as {column}; write {{ or }} for a brace itself."
+                "Name a column as {column}; write {{ or }} for the brace itself."
             )
         if match[1] is not None:
             if not match[1].strip():
@@ -278,8 +282,8 @@ def _read_csv(source: Path, delimiter: str) -> Iterator[tuple[int, Row]]:
                 line = reader.line_num + 1
         except UnicodeDecodeError as error:
             raise UsageError(
-                f"{source} is no UTF-8 after line {reader.line_num} (byte 0x{error.object[error.start]:02x}). "
-                "Save it as UTF-8."
+                f"{source} is no UTF-8 after line {reader.line_num} "
+                f"(byte 0x{error.object[error.start]:02x}). Save it as UTF-8."
             ) from error
         except csv.Error as error:
             raise UsageError(f"{source}, line {reader.line_num}: {error}.") from error
