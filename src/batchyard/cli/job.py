@@ -237,7 +237,8 @@ class Job:
 def _check_paths(options: JobOptions) -> None:
     if str(options.source) == "-":
         raise UsageError(
-            "A run reads its input again when it is resumed, so it cannot read a pipe. Save it to a file first."
+            "A run reads its input again when it is resumed, so it cannot read a pipe. "
+            "Save it to a file first."
         )
     parent = options.output.parent
     if not parent.is_dir():
@@ -268,7 +269,7 @@ def _check_same(batch: BatchRecord, settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         if name != "source" and batch.settings.get(name) != value:
             raise UsageError(
-                f"The unfinished or finished run in this place had {name} {_shown(batch.settings.get(name))}, "
+                f"The earlier run with this output had {name} {_shown(batch.settings.get(name))}, "
                 f"now it is {_shown(value)}. Use the same options to go on, another -o for another run, "
                 "or --restart to forget the old one."
             )

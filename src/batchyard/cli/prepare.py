@@ -100,6 +100,10 @@ def rules_for(
     )
 
 
+class _Url(msgspec.Struct):
+    url: str
+
+
 def _first_endpoint(source: Path) -> Endpoint | None:
     with source.open("rb") as file:
         for _ in range(100):
@@ -107,8 +111,8 @@ def _first_endpoint(source: Path) -> Endpoint | None:
             if not line:
                 return None
             try:
-                found = msgspec.json.decode(line.lstrip(b"\xef\xbb\xbf"), type=dict[str, Any]).get("url")
-                return Endpoint(found)
+                found = msgspec.json.decode(line.lstrip(b"\xef\xbb\xbf"), type=_Url)
+                return Endpoint(found.url)
             except (ValueError, RecursionError, msgspec.MsgspecError):
                 continue
     return None

@@ -1,4 +1,4 @@
-"""Floor 9. What a run tells its user: plain words for people, JSON events for programs, exit codes for both."""
+"""Floor 9. What a run tells: words for people, JSON events for programs, exit codes for both."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Report:
     def error(self, error: BatchyardError, code: ExitCode) -> int:
         """The run could not go on."""
         self._emit("run.error", kind=type(error).__name__, message=str(error), exit_code=int(code))
-        self._errors.print(f"[red]Error[/]    {escape(str(error))}")
+        self._errors.print(f"[red]Error[/]      {escape(str(error))}")
         return code
 
     def say(self, label: str, text: str) -> None:
@@ -196,7 +196,7 @@ class Report:
         self._emit(name, **fields)
 
     def _row(self, label: str, text: str, colour: str = "cyan") -> None:
-        self.console.print(f"[{colour}]{label:<9}[/]{escape(text)}")
+        self.console.print(f"[{colour}]{label:<11}[/]{escape(text)}")
 
     def _emit(self, name: str, **fields: Any) -> None:
         if self.json_events:

@@ -399,6 +399,8 @@ class Worker:
             self.progress.note = fault.message
             self._wake_at(self._breaker.next_try_at(now))
             return
+        if self._breaker.troubled:
+            self._recovered()
         if item.first_tried_at is None:
             item.first_tried_at = now
         item.attempts += 1
