@@ -28,6 +28,8 @@ _RETRIED = {
 }
 _SHOWN = 80
 
+_ABSENT = msgspec.Raw()
+
 Headers = Mapping[str, str]
 
 
@@ -35,11 +37,10 @@ class _Body(msgspec.Struct):
     """The parts of an answer that decide; everything else is skipped over, not built."""
 
     usage: UsageFields | None = None
-    error: msgspec.Raw | None = None
     #: The field that each endpoint cannot do without; only whether it is there counts.
-    choices: msgspec.Raw | None = None
-    data: msgspec.Raw | None = None
-    output: msgspec.Raw | None = None
+    choices: msgspec.Raw = _ABSENT
+    data: msgspec.Raw = _ABSENT
+    output: msgspec.Raw = _ABSENT
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -132,13 +133,13 @@ def _read_success(endpoint: Endpoint, headers: Headers, body: bytes) -> Answer |
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     if endpoint is Endpoint.EMBEDDINGS:
-        whole = parts.data is not None
+        needed = parts.data
     elif endpoint is Endpoint.RESPONSES:
         # A response that failed says so inside and is an answer all the same.
-        whole = parts.output is not None
+        needed = parts.output
     else:
-        whole = parts.choices is not None
-    if not whole:
+        needed = parts.choices
+    if needed is _ABSENT or bytes(memoryview(needed)[:5]) == b"null":
         return None
     usage = parts.usage.usage() if parts.usage is not None else Usage()
     return Answer(200, body, usage, headers.get("x-request-id"))
