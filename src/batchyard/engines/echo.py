@@ -87,6 +87,7 @@ class EchoEngine:
     Args:
         latency_s: what each dispatch takes, as a number or a distribution.
         tokens_per_s: adds the time that the longest answer of the dispatch takes at this rate.
+        context_tokens: a request whose prompt is longer is answered 400.
         faults: rules, of which the first that fits a request counts.
         log_path: each dispatch appends the custom ids that it carries, one a line, in one write, so
             that calls can be counted over processes that were killed.
@@ -99,8 +100,9 @@ class EchoEngine:
         tokens_per_s: float | None = None,
         faults: Iterable[EchoFault] = (),
         seed: int = 0,
-        max_batch: int = 1,
-        slots: int | None = None,
+        max_batch: int = 64,
+        slots: int = 8,
+        context_tokens: int | None = None,
         clock: Clock | None = None,
         log_path: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -115,12 +117,14 @@ class EchoEngine:
         self._log_path = log_path
         self._log: int | None = None
         self._closed = False
+        self._context_tokens = context_tokens
         self._capabilities = Capabilities(
             endpoints=frozenset(Endpoint),
             max_batch=max_batch,
             slots=slots,
             streams=True,
             several_models=True,
+            context_tokens=context_tokens,
         )
 
     def __repr__(self) -> str:
@@ -134,7 +138,7 @@ class EchoEngine:
         WHO is a share (`2%`) or a pattern of custom ids (`row-7*`); WHAT is an HTTP status, `timeout`,
         `disconnect`, `unreachable`, `invalid` or `died`, then `@2s` to ask for a wait and `x3` to fail
         the first three attempts only, as in `fail=row-7:429@2sx3`. Further: `tokens_per_s`, `seed`,
-        `max_batch`, `slots`, `log`.
+        `max_batch`, `slots`, `context_tokens`, `log`.
 
         Raises:
             UsageError: a word is not understood.
@@ -162,7 +166,7 @@ class EchoEngine:
             os.write(self._log, "".join(map(_log_line, requests)).encode("utf-8", errors="replace"))
         outcomes: list[Outcome] = (
             [self._outcome(request) for request in requests]
-            if self._rules
+            if self._rules or self._context_tokens is not None
             else [answer(request) for request in requests]
         )
         # Also with no latency: the loop's other tasks get their turn once a dispatch.
@@ -200,7 +204,12 @@ class EchoEngine:
                 if made > rule.attempts:
                     continue
             return outcome
-        return answer(request)
+        reply = answer(request)
+        tokens, limit = reply.usage.input_tokens, self._context_tokens
+        if limit is not None and tokens > limit:
+            message = f"The prompt has {tokens} tokens; the context of this model holds {limit}."
+            return Answer(400, error_body(message, code="context_length_exceeded"))
+        return reply
 
     def _duration_s(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> float:
         latency = self._latency
@@ -248,7 +257,7 @@ def _read_spec(spec: str) -> dict[str, object]:
                 faults.append(_read_fault(value, part))
             case "tokens_per_s":
                 options[key] = _read_number(value, part)
-            case "seed" | "max_batch" | "slots":
+            case "seed" | "max_batch" | "slots" | "context_tokens":
                 if not value.isdecimal() or (key != "seed" and int(value) < 1):
                     raise _not_understood(part)
                 options[key] = int(value)

@@ -34,8 +34,9 @@ class BreakerPolicy:
     probe_after_s: float = 0.5
     #: No pause between probes is longer.
     probe_cap_s: float = 15.0
-    #: A probe without a word for this long no longer keeps the next one back.
-    probe_lease_s: float = 30.0
+    #: A probe without a word for this long no longer keeps the next one back: it may have connected and
+    #: be slow to answer, or never have been sent.
+    probe_lease_s: float = 10.0
     #: After so long without reaching the upstream the run should stop. Servers that load a large
     #: model take minutes to come back.
     patience_s: float = 300.0
