@@ -144,7 +144,7 @@ class Job:
             batch = service.create(path, rules, settings)
             self.report.created(batch)
         else:
-            self.report.resumed(batch, service.counts(batch.id))
+            self.report.resumed(batch, service.kept(batch.id))
         concurrency = _fit_open_files(concurrency_of(choice, engine))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             stop = runner.run(self._work(service, batch, engine, concurrency))

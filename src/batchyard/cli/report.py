@@ -60,9 +60,8 @@ class Report:
         self._emit("run.created", batch=batch.id, total=batch.total, input=batch.input_path)
         self._row("Input", f"{_source_of(batch)} · {_count(batch.total, 'request')}")
 
-    def resumed(self, batch: BatchRecord, counts: Counts) -> None:
-        """An earlier run goes on."""
-        done = counts.succeeded + counts.failed
+    def resumed(self, batch: BatchRecord, done: int) -> None:
+        """An earlier run goes on; *done* of its requests are finished."""
         self._emit("run.resumed", batch=batch.id, total=batch.total, done=done)
         self._row("Input", f"{_source_of(batch)} · {_count(batch.total, 'request')}")
         self._row("Resuming", f"{done:,} of {batch.total:,} were finished before; they are kept.")

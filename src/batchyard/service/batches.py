@@ -122,6 +122,14 @@ class BatchService:
         """What is finished of a Batch."""
         return self._store.counts(batch_id)
 
+    def kept(self, batch_id: str) -> int:
+        """How many requests have a result that a resumed run keeps, whether the store knows it yet or not."""
+        done = {chunk.no for chunk in self._store.done_chunks(batch_id)}
+        counts = self._store.done_counts(batch_id)
+        segments = self.folder.segments(batch_id)
+        salvageable = sum(len(segments.salvage(no)) for no in segments.numbers() - done)
+        return counts.succeeded + counts.failed + salvageable
+
     # --- work -----------------------------------------------------------------------------------
 
     async def work(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -89,7 +89,8 @@ def _write(groups: Iterable[list[SegmentRecord]], output: Path, errors: Path) ->
             sync_folder(parent)
     except OSError as error:
         for part in parts.values():
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
         raise as_store_error(error, output) from error
     return Joined(
         output if lines[True] else None, errors if lines[False] else None, lines[True], lines[False]

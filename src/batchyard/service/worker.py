@@ -144,6 +144,7 @@ class Worker:
         self._exhausted = False
         self._hold_until = 0.0
         self._wake_timer: asyncio.TimerHandle | None = None
+        self._wake_due = 0.0
 
     def __repr__(self) -> str:
         return (
@@ -197,7 +198,7 @@ class Worker:
             self._wake_timer.cancel()
         try:
             await self._save()
-            await self._in_keeper(lambda: self._store.release(self._batch_id, self._owner))
+            await self._in_keeper(self._let_go)
         except BatchyardError as error:
             stop = stop or _stop_for(error)
         finally:
@@ -429,10 +430,11 @@ class Worker:
 
     def _wake_at(self, when: float) -> None:
         """Wake the lanes at *when*, on the loop's clock, if nothing wakes them before."""
-        if self._wake_timer is not None and not self._wake_timer.cancelled():
-            if self._loop.time() < self._wake_timer.when() <= when:
+        if self._wake_timer is not None:
+            if self._wake_due <= when:
                 return
             self._wake_timer.cancel()
+        self._wake_due = when
         self._wake_timer = self._loop.call_at(when, self._on_wake)
 
     def _on_wake(self) -> None:
@@ -496,6 +498,11 @@ class Worker:
                     run.lost = True
                     run.segment.close()
                     self._events.emit(Event("chunk.lost", self._clock.wall(), {"chunk": no}))
+
+    def _let_go(self) -> None:
+        """Note how far the chunks still held have come, then open them for whoever works next."""
+        self._renew([run.progress() for run in self._runs.values()])
+        self._store.release(self._batch_id, self._owner)
 
     def _renew(self, held: Sequence[ChunkProgress]) -> list[int]:
         now = self._clock.wall()

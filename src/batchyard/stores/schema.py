@@ -1,6 +1,6 @@
 """Floor 3. The tables: state per Batch and per chunk, never per request.
 
-The same schema serves SQLite and PostgreSQL. Times are Unix seconds. Knows nothing of what a status
+Portable types only. Times are Unix seconds. Knows nothing of what a status
 means: `service.lifecycle` does.
 """
 
@@ -86,12 +86,10 @@ Index(
     chunks.c.batch_id,
     chunks.c.no,
     sqlite_where=text("state = 0"),
-    postgresql_where=text("state = 0"),
 )
 Index(
     "chunks_leased",
     chunks.c.batch_id,
     chunks.c.no,
     sqlite_where=text("state = 1"),
-    postgresql_where=text("state = 1"),
 )
