@@ -222,7 +222,7 @@ def _response_body(request: Request, text: str, usage: Usage, finish: bytes) -> 
         b'"instructions":null,"metadata":{},"model":%b,"output":[{"type":"message","id":"msg_%d",'
         b'"status":"completed","role":"assistant","content":[{"type":"output_text","text":%b,"annotations":[]}]}],'
         b'"parallel_tool_calls":false,"temperature":1.0,"tool_choice":"auto","tools":[],"top_p":1.0,"usage":'
-        b'{"input_tokens":%d,"input_tokens_details":{"cached_tokens":0},"output_tokens":%d,'
+        b'{"input_tokens":%d,"input_tokens_details":{"cached_tokens":0,"cache_write_tokens":0},"output_tokens":%d,'
         b'"output_tokens_details":{"reasoning_tokens":0},"total_tokens":%d}}'
         % (
             request.index,
