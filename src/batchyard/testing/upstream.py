@@ -34,6 +34,7 @@ from batchyard.types import Endpoint, Request
 
 _MARKER = re.compile(rb"marker:([A-Za-z0-9_.-]+)")
 _MODEL = re.compile(rb'"model"\s*:\s*"([^"\\]*)"')
+_LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
 _STREAM = re.compile(rb'"stream"\s*:\s*true')
 _RULE = re.compile(r"([a-z]+?[0-9]{3}|[a-z]+?|[0-9]{3})(?:@(.+?))?(?:x([0-9]+))?")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)?")
@@ -97,14 +98,16 @@ class Upstream:
     host: str = "127.0.0.1"
     port: int = 0
     models: tuple[str, ...] = ("echo",)
+    #: Answer 404 to any other model.
+    strict_models: bool = False
     #: Model calls that arrived whole, refused ones included.
     calls: int = 0
     #: The same by marker.
     calls_by_marker: Counter[str] = field(default_factory=Counter)
     #: Clients that went away before their answer was sent.
     abandoned: int = 0
-    #: Headers and body of the newest model call.
-    last_headers: dict[bytes, bytes] = field(default_factory=dict)
+    #: Head and body of the newest model call, as they came.
+    last_head: bytes = b""
     last_body: bytes = b""
     _rules: dict[str, Rule] = field(default_factory=dict)
     _server: asyncio.Server | None = None
@@ -121,6 +124,11 @@ class Upstream:
     def connections(self) -> int:
         """Connections open now."""
         return len(self._connections)
+
+    @property
+    def last_headers(self) -> dict[bytes, bytes]:
+        """Headers of the newest model call, with names in lower case."""
+        return _headers(self.last_head)
 
     async def __aenter__(self) -> str:
         await self.start()
@@ -229,32 +237,31 @@ class _Connection(asyncio.Protocol):
         buffer = self._buffer
         end = buffer.find(b"\r\n\r\n")
         if end < 0:
+            if not buffer[:1].isalpha():
+                # No HTTP, such as the beginning of TLS.
+                self.cut()
             return False
-        first, *lines = buffer[:end].split(b"\r\n")
-        headers = {}
-        for line in lines:
-            name, _, value = line.partition(b":")
-            headers[name.lower()] = value.strip()
-        stop = end + 4 + int(headers.get(b"content-length", 0))
+        head = buffer[:end]
+        length = _LENGTH.search(head)
+        stop = end + 4 + (int(length[1]) if length is not None else 0)
         if len(buffer) < stop:
             return False
         self._buffer = buffer[stop:]
         self._busy = True
-        method, path, _ = first.split(b" ", 2)
-        self._route(method, path, headers, buffer[end + 4 : stop])
+        self._route(head, buffer[end + 4 : stop])
         return True
 
-    def _route(self, method: bytes, path: bytes, headers: dict[bytes, bytes], body: bytes) -> None:
+    def _route(self, head: bytes, body: bytes) -> None:
         upstream = self._upstream
+        method, path, _ = head.split(b" ", 2)
         if method == b"GET" and path == b"/stats":
             self._answer(200, upstream.stats())
             return
-        if (
-            upstream.api_key is not None
-            and headers.get(b"authorization") != b"Bearer " + upstream.api_key.encode()
-        ):
-            self._answer(401, error_body("Incorrect API key provided.", code="invalid_api_key"))
-            return
+        if upstream.api_key is not None:
+            wanted = b"Bearer " + upstream.api_key.encode()
+            if _headers(head).get(b"authorization") != wanted:
+                self._answer(401, error_body("Incorrect API key provided.", code="invalid_api_key"))
+                return
         if method == b"GET" and path == b"/v1/models":
             models = [
                 {"id": name, "object": "model", "created": 0, "owned_by": "test"} for name in upstream.models
@@ -265,7 +272,7 @@ class _Connection(asyncio.Protocol):
         if endpoint is None or method != b"POST":
             self._answer(404, error_body(f"There is nothing at {path.decode(errors='replace')}."))
             return
-        upstream.last_headers, upstream.last_body = headers, body
+        upstream.last_head, upstream.last_body = head, body
         rule = upstream.rule_for(body)
         if upstream.latency_s:
             self._timer = self._loop.call_later(upstream.latency_s, self._respond, endpoint, body, rule)
@@ -295,10 +302,12 @@ class _Connection(asyncio.Protocol):
 
     def _respond_well(self, endpoint: Endpoint, body: bytes, rule: Rule | None) -> None:
         what = None if rule is None else rule.what
-        model = _MODEL.search(body)
-        request = Request(
-            "", endpoint, body, None if model is None else model[1].decode(), self._upstream.calls
-        )
+        found = _MODEL.search(body)
+        model = None if found is None else found[1].decode()
+        if self._upstream.strict_models and model not in self._upstream.models:
+            self._answer(404, error_body(f"The model `{model}` does not exist.", code="model_not_found"))
+            return
+        request = Request("", endpoint, body, model, self._upstream.calls)
         if _STREAM.search(body) is not None:
             self._stream(request, what)
             return
@@ -353,6 +362,11 @@ class _Connection(asyncio.Protocol):
         self._timer = None
         if self._buffer:
             self._loop.call_soon(self.data_received, b"")
+
+
+def _headers(head: bytes) -> dict[bytes, bytes]:
+    pairs = (line.partition(b":") for line in head.split(b"\r\n")[1:])
+    return {name.lower(): value.strip() for name, _, value in pairs}
 
 
 def _head(

@@ -112,6 +112,31 @@ async def test_a_model_that_is_set_replaces_the_one_in_the_body():
         assert bad.status_code == 400
 
 
+async def test_a_set_model_that_the_upstream_lacks_ends_the_engine_and_names_what_there_is():
+    async with Started(upstream=Upstream(models=("small", "large"), strict_models=True), model="huge") as it:
+        with pytest.raises(EngineError, match=r"no model 'huge'\. It serves: small, large\."):
+            await it.outcome(ask())
+
+
+async def test_a_model_that_only_a_request_names_is_its_own_fault():
+    async with Started(upstream=Upstream(models=("small",), strict_models=True)) as it:
+        assert (await it.outcome(ask())).status_code == 404
+        assert (await it.outcome(ask(model="small"))).succeeded
+
+
+async def test_tls_to_a_server_without_it_is_told_at_the_start():
+    async with Upstream() as url:
+        engine = OpenAIEngine(url.replace("http:", "https:"))
+        with pytest.raises(EngineError, match="Cannot reach https://"):
+            await engine.start()
+
+
+async def test_a_name_that_does_not_exist_is_told_at_the_start():
+    engine = OpenAIEngine("http://nowhere.invalid:8000/v1")
+    with pytest.raises(EngineError, match="the host name is not known"):
+        await engine.start()
+
+
 async def test_a_body_of_several_megabytes_goes_through():
     async with Started() as it:
         outcome = await it.outcome(ask(padding="x" * 5_000_000))

@@ -123,13 +123,13 @@ def test_a_conflict_that_is_final_is_an_answer():
         (b'{"detail":[{"loc":["body"],"msg":"missing"}]}', '[{"loc": ["body"], "msg": "missing"}]'),
         (b'{"object":"error","message":"Too long.","type":"BadRequestError","code":400}', "Too long."),
         (b'{"error":"model not loaded"}', "model not loaded"),
-        (b"<html>nope</html>", "The upstream answered 404. Its answer begins: <html>nope</html>"),
-        (b"", "The upstream answered 404. Its answer begins: "),
+        (b"<html>nope</html>", "The upstream answered 422. Its answer begins: <html>nope</html>"),
+        (b"", "The upstream answered 422. Its answer begins: "),
         (b'{"error": {"message": "\xff"}}', None),
     ],
 )
 def test_any_error_body_becomes_the_envelope(body, message):
-    outcome = read(404, body)
+    outcome = read(422, body)
     error = json.loads(outcome.body)["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     if message is not None:
@@ -161,6 +161,13 @@ def test_a_refused_key_ends_the_engine_and_names_the_variable():
         read(401, b'{"error":{"message":"Incorrect API key provided."}}')
 
 
+@pytest.mark.parametrize("body", [b"<html>404</html>", b'{"detail":"Not Found"}', b""])
+@pytest.mark.parametrize("status", [404, 405])
+def test_a_server_without_the_path_ends_the_engine(status, body):
+    with pytest.raises(EngineError, match="Is the base URL right"):
+        read(status, body)
+
+
 def test_an_exhausted_quota_ends_the_engine():
     with pytest.raises(EngineError, match="insufficient_quota"):
         read(
@@ -171,7 +178,7 @@ def test_an_exhausted_quota_ends_the_engine():
 
 @given(
     st.sampled_from(Endpoint),
-    st.integers(200, 599).filter(lambda status: status not in (401, 429)),
+    st.integers(200, 599).filter(lambda status: status not in (401, 404, 405, 429)),
     st.binary(max_size=60)
     | st.sampled_from([GOOD, b'{"error":{}}', b'{"error":[]}', b'{"usage":{"prompt_tokens":-1}}']),
     st.dictionaries(

@@ -34,6 +34,17 @@ from batchyard.types import Answer, Capabilities, Endpoint, Fault, FaultKind, Ou
 _PATHS = {endpoint: endpoint.value.removeprefix("/v1") for endpoint in Endpoint}
 _STREAMED = frozenset(Endpoint) - {Endpoint.EMBEDDINGS}
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_read_models = msgspec.json.Decoder(_Models).decode
 #: After its last event a stream has this long to end by itself.
 _END_S = 0.1
 _NO_HEADERS: Mapping[str, str] = {}
@@ -84,6 +95,8 @@ class OpenAIEngine:
         self._clock: Clock = clock or SystemClock()
         self._transport: Transport | None = None
         self._watch = CallWatch(timeout_s)
+        #: Names of models that the upstream lists, for messages.
+        self._served: list[str] = []
         self._capabilities = Capabilities(
             endpoints=frozenset(Endpoint), max_batch=1, streams=True, cancels=True, several_models=True
         )
@@ -134,6 +147,8 @@ class OpenAIEngine:
         if 300 <= status < 400 and headers.get("Location"):
             where = headers["Location"].removesuffix("/models")
             raise EngineError(f"{self._shown_url} redirects to {where}. Use that as the base URL.")
+        if status == 200:
+            self._served = _model_names(body)
 
     async def dispatch(self, requests: Sequence[Request]) -> list[Outcome]:
         if len(requests) == 1:
@@ -216,9 +231,14 @@ class OpenAIEngine:
         yield _as_envelope(outcome) if isinstance(outcome, Fault) else outcome.body
 
     def _outcome(self, endpoint: Endpoint, status: int, headers: Mapping[str, str], body: bytes) -> Outcome:
-        return read_outcome(
+        outcome = read_outcome(
             endpoint, status, headers, body, wall_s=self._clock.wall(), api_key_env=self._api_key_env
         )
+        if status == 404 and self.model is not None and b"model" in body:
+            # The model was set for all requests, so none of them can succeed.
+            served = f" It serves: {', '.join(self._served)}." if self._served else ""
+            raise EngineError(f"{self._shown_url} has no model {self.model!r}.{served}")
+        return outcome
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
         return [None] * len(requests)
@@ -319,6 +339,14 @@ class CallWatch:
 
 def _with_fields(body: bytes, fields: Mapping[str, msgspec.Raw]) -> bytes:
     return msgspec.json.encode({**_read_fields(body), **fields})
+
+
+def _model_names(body: bytes) -> list[str]:
+    """The first names in a list of models; none where it is no such list."""
+    try:
+        return [model.id for model in _read_models(body).data[:10]]
+    except (msgspec.MsgspecError, RecursionError):
+        return []
 
 
 def _malformed(error: Exception) -> Answer:

@@ -75,6 +75,12 @@ def read_outcome(
         return _read_fault(status, headers, body, error, wall_s)
     if status == 401:
         raise EngineError(unauthorized(body, api_key_env))
+    if status in (404, 405) and not error.get("enveloped"):
+        # Not the API speaking but a server that has no such path, so every request would meet it.
+        raise EngineError(
+            f"The upstream has nothing at {endpoint} ({status}). Is the base URL right, and does this server "
+            f"serve this endpoint? Its answer begins: {_beginning(body)}"
+        )
     return Answer(status, _envelope(status, body, error), request_id=headers.get("x-request-id"))
 
 
@@ -90,12 +96,12 @@ def unauthorized(body: bytes, api_key_env: str) -> str:
 
 def unusable(problem: object, body: bytes) -> Fault:
     """The fault for a 2xx whose body is not what the API promises."""
-    start = body.lstrip()[:_SHOWN].decode("utf-8", errors="replace")
+    start = _beginning(body)
     if start[:1] == "<":
         message = (
             f"The upstream answered with a web page, not JSON; is the base URL right? It begins: {start}"
         )
-    elif not body.strip():
+    elif not start:
         message = "The upstream answered with an empty body."
     else:
         message = f"The upstream's answer is not what the API promises ({problem}). It begins: {start}"
@@ -181,18 +187,23 @@ def _read_fault(status: int, headers: Headers, body: bytes, error: dict[str, Any
 
 
 def _error_of(body: bytes) -> dict[str, Any]:
-    """The error that *body* tells of, in whichever of the known shapes; empty where it is no JSON."""
+    """The error that *body* tells of, in whichever of the known shapes; empty where it is no JSON.
+
+    `enveloped` tells whether it stood where the OpenAI API puts errors.
+    """
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
         return {}
     if not isinstance(value, dict):
         return {}
+    enveloped = bool(value.get("error"))
     error = value.get("error", value)
-    if isinstance(error, dict):
-        message = error.get("message") or error.get("detail") or value.get("detail")
-        return {**error, "message": message if isinstance(message, str) else json.dumps(message or error)}
-    return {"message": str(error)}
+    if not isinstance(error, dict):
+        return {"message": str(error), "enveloped": enveloped}
+    message = error.get("message") or error.get("detail")
+    shown = message if isinstance(message, str) else json.dumps(message or error)
+    return {**error, "message": shown, "enveloped": enveloped}
 
 
 def _envelope(status: int, body: bytes, error: dict[str, Any]) -> bytes:
@@ -203,8 +214,7 @@ def _envelope(status: int, body: bytes, error: dict[str, Any]) -> bytes:
                 return body
         except (ValueError, KeyError, TypeError, RecursionError):
             pass
-    start = body.strip()[:_SHOWN].decode("utf-8", errors="replace")
-    message = error.get("message") or f"The upstream answered {status}. Its answer begins: {start}"
+    message = error.get("message") or f"The upstream answered {status}. Its answer begins: {_beginning(body)}"
     kind = error.get("type") or ("server_error" if status >= 500 else "invalid_request_error")
     code = error.get("code")
     inner = {
@@ -222,6 +232,11 @@ def _positive(text: str | None) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) and number > 0 else None
+
+
+def _beginning(body: bytes) -> str:
+    """The first characters of *body* on one line."""
+    return " ".join(body.lstrip()[:_SHOWN].decode("utf-8", errors="replace").split())
 
 
 def _refuse_constant(name: str) -> Any:
