@@ -1,12 +1,14 @@
 """The engine against a real HTTP server that misbehaves in every way we know."""
 
 import asyncio
+import gzip
 import json
 import socket
 
 import pytest
 
 from batchyard.engines.openai import OpenAIEngine
+from batchyard.engines.openai.transport import _proxy_for
 from batchyard.errors import EngineError, UsageError
 from batchyard.testing.upstream import Upstream
 from batchyard.types import Answer, Endpoint, Fault, FaultKind, Request
@@ -277,3 +279,49 @@ async def test_leaving_a_stream_early_closes_its_connection():
         await stream.aclose()
         await it.upstream.until(lambda: it.upstream.abandoned == 1)
         assert it.engine._watch.running == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "proxy"),
+    [
+        ("http://api.example.com/v1", "http://proxy:3128"),
+        ("https://api.example.com/v1", None),
+        ("http://inside.example.org/v1", None),
+        ("http://localhost:8000/v1", None),
+        ("http://127.0.0.1:8000/v1", None),
+        ("http://[::1]:8000/v1", None),
+    ],
+)
+def test_the_proxy_of_the_environment_is_used_but_not_for_this_machine(monkeypatch, url, proxy):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "example.org")
+    assert _proxy_for(url) == proxy
+
+
+@pytest.mark.parametrize(("size", "succeeds"), [(1_000, True), (1_000_000, False)])
+async def test_a_compressed_answer_is_unpacked_up_to_the_cap(size, succeeds):
+    body = gzip.compress(b'{"choices":["%b"]}' % (b"x" * size))
+    head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Encoding: gzip\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head + body)
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    engine = OpenAIEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", max_answer_bytes=100_000)
+    async with server:
+        if succeeds:
+            await engine.start()
+            (outcome,) = await engine.dispatch([ask()])
+            await engine.close()
+            assert outcome.succeeded, outcome
+        else:
+            # The list of models is held to the same cap.
+            with pytest.raises(EngineError, match="larger than 100,000 bytes"):
+                await engine.start()

@@ -133,9 +133,13 @@ def _payload(body: bytes | None) -> bytes | io.BytesIO | None:
 
 
 def _proxy_for(base_url: str) -> str | None:
-    """The proxy that the environment names for this upstream, looked up once rather than for each call."""
+    """The proxy that the environment names for this upstream, looked up once rather than for each call.
+
+    This machine's own addresses are never reached through one.
+    """
     parts = urlsplit(base_url)
-    if urllib.request.proxy_bypass(parts.hostname or ""):
+    host = parts.hostname or ""
+    if host in ("localhost", "::1") or host.startswith("127.") or urllib.request.proxy_bypass(host):
         return None
     return urllib.request.getproxies().get(parts.scheme)
 
