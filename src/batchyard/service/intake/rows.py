@@ -1,28 +1,34 @@
-"""Floor 6. Rows of a table become requests: JSONL, CSV, TSV and Parquet, with a template or a field."""
+"""Floor 6. Rows of a table become requests, with a template or a field; canonical JSONL is written."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
+import itertools
 import json
+import math
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from batchyard.errors import InvalidInput, LineError, UsageError
+from batchyard.service.intake.diagnosis import MAX_CUSTOM_ID
+from batchyard.service.intake.tables import BadRow, Found, Place, Row, columns_of, read_rows, sniff
 from batchyard.stores.segments import as_store_error, sync_folder
 from batchyard.types import Endpoint
 
-Row = Mapping[str, Any]
+__all__ = ["RowPlan", "columns_of", "convert_rows", "fill", "sniff"]
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _MAX_ERRORS = 100
-_BY_ENDING = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".pq": "parquet"}
+#: Rows that may pass before a column counts as missing: JSON rows leave out what they do not have.
+_ROWS_TO_KNOW = 100
+_HASH_BITS = (1 << 60) - 1
+#: Members of a body that are made of the row, or that a Batch cannot have.
+_NOT_PARAMS = ("messages", "input", "stream")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,37 +50,21 @@ class RowPlan:
             raise UsageError("Rows need either --template (for text) or --field (for embeddings), not both.")
         if self.field is not None and self.system is not None:
             raise UsageError("--system is for --template; embeddings have no system message.")
+        for name in _NOT_PARAMS:
+            if name in self.params:
+                reason = "a Batch cannot stream" if name == "stream" else "it is made of the row"
+                raise UsageError(f'--params may not hold "{name}": {reason}. Leave it out.')
+        _columns_in(self.template)
 
     @property
     def endpoint(self) -> Endpoint:
         """What the requests ask for."""
         return Endpoint.CHAT if self.template is not None else Endpoint.EMBEDDINGS
 
-
-def sniff(path: Path) -> str:
-    """What *path* holds: `requests`, `rows` (JSONL), `csv`, `tsv` or `parquet`.
-
-    Decided by the ending, and for everything else by the first line that is not blank. What cannot be
-    told counts as requests, so that its errors are told line by line.
-    """
-    kind = _BY_ENDING.get(path.suffix.lower())
-    if kind is not None:
-        return kind
-    with path.open("rb") as file:
-        if file.read(4) == b"PAR1":
-            return "parquet"
-        file.seek(0)
-        for _ in range(1000):
-            line = file.readline(1 << 20)
-            if not line or line.strip():
-                break
-    try:
-        first = msgspec.json.decode(line.removeprefix(b"\xef\xbb\xbf"))
-    except (msgspec.MsgspecError, RecursionError):
-        return "requests"
-    if isinstance(first, dict) and first and not {"custom_id", "body", "url"} & set(first):
-        return "rows"
-    return "requests"
+    @property
+    def columns(self) -> list[str]:
+        """Every column that a row must have."""
+        return [*_columns_in(self.template), *filter(None, (self.field, self.id_field))]
 
 
 def convert_rows(source: Path, target: Path, plan: RowPlan) -> int:
@@ -85,107 +75,184 @@ def convert_rows(source: Path, target: Path, plan: RowPlan) -> int:
     Raises:
         UsageError: a column does not exist, or the format cannot be read.
         InvalidInput: with every row that cannot be made into a request, up to a cap.
+        StoreError: the target cannot be written.
     """
     part = target.with_name(target.name + ".part")
     try:
-        errors, failed, written = _write(source, part, plan)
-        if not failed:
+        with part.open("wb") as file:
+            conversion = _Conversion(source, plan)
+            conversion.write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        conversion.settle_duplicates()
+        if conversion.written and not conversion.failed:
             part.replace(target)
             sync_folder(target.parent)
     except OSError as error:
         raise as_store_error(error, target) from error
     finally:
         part.unlink(missing_ok=True)
-    if failed:
-        raise InvalidInput(errors, failed)
-    return written
-
-
-def _write(source: Path, part: Path, plan: RowPlan) -> tuple[list[LineError], int, int]:
-    """Write the requests; returns the errors up to a cap, how many there were, and how many were written."""
-    errors: list[LineError] = []
-    failed = written = 0
-    with part.open("wb") as file:
-        make: Callable[[int, Row], bytes] | None = None
-        for number, row in _read(source):
-            try:
-                make = make or _maker(plan, row, source)
-                file.write(make(number, row))
-                written += 1
-            except _RowError as error:
-                failed += 1
-                if len(errors) < _MAX_ERRORS:
-                    errors.append(LineError("invalid_row", str(error), number))
-        file.flush()
-        os.fsync(file.fileno())
-    return errors, failed, written
-
-
-def columns_of(source: Path) -> list[str]:
-    """The columns of the first row, for messages and hints."""
-    for _, row in _read(source):
-        return [*row]
-    return []
+    if conversion.failed:
+        errors = sorted(conversion.errors, key=lambda one: one[0])
+        raise InvalidInput([error for _, error in errors[:_MAX_ERRORS]], conversion.failed)
+    if not conversion.written:
+        message = f"{source} holds no row. It needs at least one."
+        raise InvalidInput([LineError("empty_file", message)])
+    return conversion.written
 
 
 class _RowError(Exception):
     """One row cannot be made into a request."""
 
 
-class _BadRow(dict[str, Any]):
-    """A row that could not be read."""
+class _Conversion:
+    """One pass over a table, and what was wrong with it."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__()
-        self.reason = reason
+    def __init__(self, source: Path, plan: RowPlan) -> None:
+        self._source = source
+        self._plan = plan
+        self._encode = msgspec.json.Encoder().encode
+        self._seen: set[int] = set()
+        self._repeated: set[int] = set()
+        #: Row number and error, in the order found.
+        self.errors: list[tuple[int, LineError]] = []
+        self.failed = 0
+        self.written = 0
 
+    def write(self, file: IO[bytes]) -> None:
+        """Write a request for each row that makes one."""
+        rows = self._rows()
+        first = [*itertools.islice(rows, _ROWS_TO_KNOW)]
+        self._check_columns([row for _, row in first if not isinstance(row, BadRow)])
+        for place, row in itertools.chain(first, rows):
+            try:
+                file.write(self._request(place, row))
+                self.written += 1
+            except _RowError as error:
+                self._refuse(place, "invalid_row", str(error))
 
-def _maker(plan: RowPlan, first: Row, source: Path) -> Callable[[int, Row], bytes]:
-    """The function that makes a request line of a row; columns are checked against the first row."""
-    if isinstance(first, _BadRow):
-        raise _RowError(first.reason)
-    used = [*_columns_in(plan.template or ""), *filter(None, (plan.field, plan.id_field))]
-    for column in used:
-        if _lookup(first, column) is _ABSENT:
-            raise UsageError(
-                f"{source} has no column {column!r}. Its columns are: {', '.join(map(str, first))}."
-            )
-    url = plan.endpoint.value
-    encode = msgspec.json.Encoder().encode
+    def settle_duplicates(self) -> None:
+        """Read again, where hashes of ids met twice, to learn which ids really repeat."""
+        if not self._repeated:
+            return
+        first: dict[str, Place] = {}
+        listed = len(self.errors)
+        for place, row in self._rows():
+            try:
+                custom_id = self._id(place, row)
+            except _RowError:
+                continue
+            if hash(custom_id) & _HASH_BITS not in self._repeated:
+                continue
+            earlier = first.setdefault(custom_id, place)
+            if earlier is not place:
+                where = f"row {earlier.row}" if earlier.line is None else f"line {earlier.line}"
+                message = (
+                    f"{self._plan.id_field!r} repeats {where} ({_short(custom_id)}). "
+                    "Each row needs its own custom_id."
+                )
+                self._refuse(place, "duplicate_custom_id", message, room=listed + _MAX_ERRORS)
 
-    def make(number: int, row: Row) -> bytes:
-        if isinstance(row, _BadRow):
+    def _rows(self) -> Iterator[Found]:
+        return read_rows(self._source, self._needed)
+
+    def _needed(self, existing: list[str]) -> list[str]:
+        """The top-level columns that the plan looks at, so that a wide table is not read whole."""
+        wanted = dict.fromkeys(
+            one if one in existing else one.partition(".")[0] for one in self._plan.columns
+        )
+        missing = [one for one in wanted if one not in existing]
+        if missing:
+            raise self._no_column(missing[0], existing)
+        return [*wanted]
+
+    def _check_columns(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        for column in self._plan.columns:
+            if all(_lookup(row, column) is _ABSENT for row in rows):
+                raise self._no_column(column, [*dict.fromkeys(name for row in rows for name in row)])
+
+    def _no_column(self, column: str, existing: list[str]) -> UsageError:
+        shown = ", ".join(map(repr, existing[:30])) + (", …" if len(existing) > 30 else "")
+        return UsageError(f"{self._source} has no column {column!r}. Its columns are: {shown}.")
+
+    def _refuse(self, place: Place, code: str, message: str, room: int = _MAX_ERRORS) -> None:
+        self.failed += 1
+        if len(self.errors) < room:
+            text = message if place.line is not None else f"Row {place.row}: {message}"
+            self.errors.append((place.row, LineError(code, text, place.line)))
+
+    def _id(self, place: Place, row: Row | BadRow) -> str:
+        if isinstance(row, BadRow):
             raise _RowError(row.reason)
-        custom_id = f"row-{number}" if plan.id_field is None else _text(row, plan.id_field)
-        if plan.field is not None:
-            body: dict[str, Any] = {"input": _text(row, plan.field), **plan.params}
+        column = self._plan.id_field
+        if column is None:
+            return f"row-{place.row}"
+        custom_id = _text(row, column)
+        if not custom_id:
+            raise _RowError(f"{column!r} is empty, but each row needs its own custom_id.")
+        if len(custom_id) > MAX_CUSTOM_ID:
+            raise _RowError(
+                f"{column!r} has {len(custom_id):,} characters; a custom_id may have {MAX_CUSTOM_ID}."
+            )
+        return custom_id
+
+    def _request(self, place: Place, row: Row | BadRow) -> bytes:
+        plan = self._plan
+        custom_id = self._id(place, row)
+        assert not isinstance(row, BadRow)
+        if plan.id_field is not None:
+            key = hash(custom_id) & _HASH_BITS
+            (self._repeated if key in self._seen else self._seen).add(key)
+        if plan.template is None:
+            body: dict[str, Any] = {"input": _some_text(row, plan.field or "")}
         else:
-            prompt = fill(plan.template or "", row)
-            messages = [{"role": "user", "content": prompt}]
+            messages = [{"role": "user", "content": fill(plan.template, row)}]
             if plan.system is not None:
                 messages.insert(0, {"role": "system", "content": plan.system})
-            body = {"messages": messages, **plan.params}
+            body = {"messages": messages}
+        body.update(plan.params)
         try:
-            return encode({"custom_id": custom_id, "method": "POST", "url": url, "body": body}) + b"\n"
-        except (UnicodeEncodeError, TypeError) as error:
-            raise _RowError(f"The row holds text that is no Unicode ({error}).") from error
-
-    return make
+            line = self._encode(
+                {"custom_id": custom_id, "method": "POST", "url": plan.endpoint.value, "body": body}
+            )
+        except UnicodeEncodeError as error:
+            raise _RowError("The row holds half of a surrogate pair, which is no text.") from error
+        return line + b"\n"
 
 
 def fill(template: str, row: Row) -> str:
-    """*template* with its placeholders replaced by the columns of *row*."""
+    """*template* with its placeholders replaced by the columns of *row*.
+
+    Empty cells become empty text, as long as one of them holds something.
+    """
+    filled = False
 
     def replace(match: re.Match[str]) -> str:
+        nonlocal filled
         if match[0] in {"{{", "}}"}:
             return match[0][0]
-        return _text(row, match[1])
+        text = _text(row, match[1])
+        filled = filled or (bool(text) and not text.isspace())
+        return text
 
-    return _PLACEHOLDER.sub(replace, template)
+    made = _PLACEHOLDER.sub(replace, template)
+    if not filled:
+        named = ", ".join(repr(one) for one in dict.fromkeys(_columns_in(template)))
+        raise _RowError(f"{named} is empty, so there is nothing to ask. Fill it, or leave the row out.")
+    return made
 
 
-def _columns_in(template: str) -> list[str]:
-    columns = []
+def _columns_in(template: str | None) -> list[str]:
+    """The columns that a template names.
+
+    Raises:
+        UsageError: it is no template.
+    """
+    if template is None:
+        return []
+    columns: list[str] = []
     for match in _PLACEHOLDER.finditer(template):
         if match[0] in {"{", "}"}:
             raise UsageError(
@@ -196,7 +263,7 @@ def _columns_in(template: str) -> list[str]:
             if not match[1].strip():
                 raise UsageError("The template has an empty placeholder {}. Name a column, such as {text}.")
             columns.append(match[1])
-    if template and not columns:
+    if not columns:
         raise UsageError(
             "The template names no column, so every row would ask the same. Add a placeholder such as {text}."
         )
@@ -218,90 +285,29 @@ def _lookup(row: Row, column: str) -> Any:
     return found
 
 
+def _some_text(row: Row, column: str) -> str:
+    text = _text(row, column)
+    if not text or text.isspace():
+        raise _RowError(f"{column!r} is empty, so there is nothing to embed. Fill it, or leave the row out.")
+    return text
+
+
 def _text(row: Row, column: str) -> str:
     found = _lookup(row, column)
-    if found is _ABSENT:
-        raise _RowError(f"The row has no {column!r}.")
-    if found is None:
-        raise _RowError(f"{column!r} is empty (null). Give it a value, or leave the row out.")
     if isinstance(found, str):
         return found
+    if found is _ABSENT:
+        raise _RowError(f"The row has no {column!r}. Add it, or leave the row out.")
+    if found is None or (isinstance(found, float) and math.isnan(found)):
+        return ""
+    if isinstance(found, bytes):
+        raise _RowError(f"{column!r} holds bytes, not text. Decode them first.")
+    if isinstance(found, bool):
+        return "true" if found else "false"
     if isinstance(found, dict | list):
-        return json.dumps(found, ensure_ascii=False)
+        return json.dumps(found, ensure_ascii=False, default=str)
     return str(found)
 
 
-def _read(source: Path) -> Iterator[tuple[int, Row]]:
-    """Numbered rows, from 1; for text formats the number is that of the line where the row starts."""
-    kind = _BY_ENDING.get(source.suffix.lower()) or sniff(source)
-    match kind:
-        case "csv":
-            return _read_csv(source, ",")
-        case "tsv":
-            return _read_csv(source, "\t")
-        case "parquet":
-            return _read_parquet(source)
-        case _:
-            return _read_jsonl(source)
-
-
-def _read_jsonl(source: Path) -> Iterator[tuple[int, Row]]:
-    decode = msgspec.json.Decoder().decode
-    with source.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            if not line.strip():
-                continue
-            try:
-                found = decode(line)
-            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-                yield number, _BadRow(f"This is not valid JSON ({error}).")
-                continue
-            yield number, found if isinstance(found, dict) else _BadRow("The row is no JSON object.")
-
-
-def _read_csv(source: Path, delimiter: str) -> Iterator[tuple[int, Row]]:
-    # The default limit of 131,072 characters a cell refuses ordinary documents.
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    with source.open(encoding="utf-8-sig", newline="", errors="strict") as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
-        try:
-            header = next(reader, None)
-            if not header:
-                return
-            repeated = {name for name in header if header.count(name) > 1}
-            if repeated:
-                raise UsageError(f"{source} names the column {min(repeated)!r} twice. Rename one.")
-            line = reader.line_num + 1
-            for cells in reader:
-                if cells:
-                    if len(cells) == len(header):
-                        yield line, dict(zip(header, cells, strict=True))
-                    else:
-                        yield line, _BadRow(f"The row has {len(cells)} cells, the header has {len(header)}.")
-                line = reader.line_num + 1
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"{source} is no UTF-8 after line {reader.line_num} "
-                f"(byte 0x{error.object[error.start]:02x}). Save it as UTF-8."
-            ) from error
-        except csv.Error as error:
-            raise UsageError(f"{source}, line {reader.line_num}: {error}.") from error
-
-
-def _read_parquet(source: Path) -> Iterator[tuple[int, Row]]:
-    try:
-        import pyarrow.parquet  # noqa: PLC0415 - an extra of its own
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            "Reading Parquet needs the package pyarrow. Install it with: pip install 'batchyard[parquet]'"
-        ) from error
-    try:
-        with pyarrow.parquet.ParquetFile(source) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1000):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UsageError(f"{source} cannot be read as Parquet: {error}.") from error
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:39] + "…")
