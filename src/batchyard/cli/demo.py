@@ -144,8 +144,8 @@ def _show(rows: list[dict[str, Any]], vectors_path: Path, answers_path: Path) ->
         _console.print(f"    [dim]{escape(row['author'])}: “{escape(_cut(row['text'], 100))}”[/]")
     _console.print(f"    cosine {likeness:.2f}\n")
     _console.print(
-        "A model of 135 million parameters writes fluently and errs often: it shows the machinery, not what a "
-        "language model can do. Name a better one with --model (any .gguf file) or --base-url (any server).\n"
+        "A model of 135 million parameters writes fluently and errs often: it shows the machinery, "
+        "not what a language model can do. Name a better one with --model (any .gguf file) or --base-url (any server).\n"
     )
     _console.print("[bold]Next[/]")
     _console.print(

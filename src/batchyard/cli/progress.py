@@ -204,6 +204,7 @@ class PlainView:
         self._last_at = 0.0
         self._last_done = 0
         self._last_note: str | None = None
+        self._printed = False
 
     def start(self, snapshot: Snapshot) -> None:
         self._meters.add(snapshot)
@@ -220,9 +221,12 @@ class PlainView:
             self._print(snapshot, rates)
 
     def finish(self, snapshot: Snapshot) -> None:
-        self._print(snapshot, self._meters.add(snapshot))
+        rates = self._meters.add(snapshot)
+        if not self._printed or snapshot.done != self._last_done:
+            self._print(snapshot, rates)
 
     def _print(self, snapshot: Snapshot, rates: Rates) -> None:
+        self._printed = True
         self._last_at, self._last_done = snapshot.now, snapshot.done
         self._console.print(render_line(snapshot, rates, 160), markup=False)
 

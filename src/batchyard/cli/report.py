@@ -39,11 +39,11 @@ class ExitCode(IntEnum):
 class Report:
     """Tells a run as it happens. With *json_events*, stdout carries JSON lines and nothing else."""
 
-    def __init__(self, *, json_events: bool) -> None:
+    def __init__(self, *, json_events: bool, to_stderr: bool = False) -> None:
         self.json_events = json_events
         #: Set once the user has asked to stop.
         self.interrupting = False
-        self.console = Console(stderr=json_events, highlight=False, soft_wrap=True)
+        self.console = Console(stderr=json_events or to_stderr, highlight=False, soft_wrap=True)
         self._errors = Console(stderr=True, highlight=False, soft_wrap=True)
         self._view: ProgressView | None = None
         self._started_at = time.monotonic()
@@ -190,16 +190,16 @@ class Report:
         """One labelled line for people."""
         self._row(label, text)
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, /, **fields: Any) -> None:
         """One event for programs."""
         self._emit(name, **fields)
 
     def _row(self, label: str, text: str, colour: str = "cyan") -> None:
         self.console.print(f"[{colour}]{label:<11}[/]{escape(text)}")
 
-    def _emit(self, name: str, **fields: Any) -> None:
+    def _emit(self, event: str, /, **fields: Any) -> None:
         if self.json_events:
-            sys.stdout.write(json.dumps({"event": name, "at": round(time.time(), 3), **fields}) + "\n")
+            sys.stdout.write(json.dumps({"event": event, "at": round(time.time(), 3), **fields}) + "\n")
             sys.stdout.flush()
 
     def _on_event(self, event: Event) -> None:
@@ -212,10 +212,10 @@ class Report:
 _ENGINE_EVENTS: dict[str, tuple[str, Any]] = {
     "model.fetching": (
         "Model",
-        lambda f: f"Fetching {f.get('name')} ({f.get('licence', 'licence not stated')}) …",
+        lambda f: f"Fetching {f['name']} (licence: {f['licence']}) …",
     ),
-    "model.ready": ("Model", lambda f: f"{f.get('name')} is ready."),
-    "engine.restarted": ("Engine", lambda f: f"{f.get('message', 'The engine process was restarted.')}"),
+    "model.ready": ("Model", lambda f: f"{f['name']} is ready at {f['path']}"),
+    "engine.restarted": ("Engine", lambda f: f["message"]),
 }
 
 
