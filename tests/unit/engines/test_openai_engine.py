@@ -244,6 +244,13 @@ async def test_several_requests_in_one_dispatch_keep_their_places():
         assert [isinstance(outcome, Answer) for outcome in outcomes] == [True, False, True]
 
 
+async def test_the_end_of_the_engine_leaves_no_call_of_its_dispatch_behind():
+    async with Started(upstream=Upstream(rules={"slow": "hang", "key": "401"})) as it:
+        with pytest.raises(EngineError, match="API key"):
+            await it.engine.dispatch([ask("slow"), ask("key")])
+        assert it.engine._watch.running == 0
+
+
 async def test_a_stream_asks_for_one_and_ends_at_done():
     async with Started() as it:
         chunks = [json.loads(chunk) async for chunk in it.engine.stream(ask())]
