@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from batchyard.errors import InvalidInput, UsageError
@@ -168,18 +168,24 @@ def test_text_of_rows_arrives_unchanged(tmp_path_factory, texts, as_json):
 
 
 @given(
+    st.sampled_from([b"", b"\xef\xbb\xbf"]),
     st.binary(max_size=60) | st.text("a\n", max_size=60).map(str.encode),
     st.lists(st.integers(1, 9)),
     st.integers(1, 12),
 )
-def test_lines_are_the_same_however_the_blocks_fall(content, cuts, limit):
-    cut, start = [], 0
+@example(b"\xef\xbb\xbf", b"", [], 1)
+@example(b"\xef\xbb\xbf", b"\xef\xbb\xbfx", [1, 1, 1, 1, 1, 1], 9)
+def test_lines_are_the_same_however_the_blocks_fall(mark, text, cuts, limit):
+    assume(mark or not text.startswith(b"\xef\xbb\xbf"))
+    content = mark + text
+    blocks, start = [], 0
     for size in cuts:
-        cut.append(content[start : start + size])
+        blocks.append(content[start : start + size])
         start += size
-    cut.append(content[start:])
-    whole = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if not whole[-1]:
-        whole.pop()
-    expected = [(number, line if len(line) <= limit else len(line)) for number, line in enumerate(whole, 1)]
-    assert [*numbered_lines(iter([one for one in cut if one]), limit)] == expected
+    blocks.append(content[start:])
+    expected = [
+        (number, line if len(line) <= limit else len(line))
+        for number, line in enumerate(text.removesuffix(b"\n").split(b"\n"), 1)
+        if text
+    ]
+    assert [*numbered_lines(iter([one for one in blocks if one]), limit)] == expected

@@ -74,7 +74,7 @@ def numbered_lines(found: Iterator[bytes], max_line_bytes: int) -> Iterator[tupl
 
     A line longer than *max_line_bytes* is dropped while it is read; its length is given in its place.
     """
-    number, rest, skipped = 0, b"", 0
+    number, rest, skipped, fresh = 0, b"", 0, True
     for block in found:
         lines = block.split(b"\n")
         if skipped:
@@ -83,19 +83,21 @@ def numbered_lines(found: Iterator[bytes], max_line_bytes: int) -> Iterator[tupl
                 continue
             number += 1
             yield number, skipped
-            skipped, rest = 0, b""
+            skipped = 0
             del lines[0]
         else:
             lines[0] = rest + lines[0]
+        if fresh and (len(lines) > 1 or len(lines[0]) >= len(BOM)):
+            fresh = False
+            lines[0] = lines[0].removeprefix(BOM)
         rest = lines.pop()
         for raw in lines:
             number += 1
-            line = raw.removeprefix(BOM) if number == 1 else raw
-            yield number, line if len(line) <= max_line_bytes else len(line)
-        if len(rest) > max_line_bytes + len(BOM):
+            yield number, raw if len(raw) <= max_line_bytes else len(raw)
+        # Room for a BOM that has not come whole yet.
+        if len(rest) > max(max_line_bytes, len(BOM)):
             skipped, rest = len(rest), b""
     if skipped:
         yield number + 1, skipped
     elif rest:
-        line = rest.removeprefix(BOM) if number == 0 else rest
-        yield number + 1, line if len(line) <= max_line_bytes else len(line)
+        yield number + 1, rest if len(rest) <= max_line_bytes else len(rest)
