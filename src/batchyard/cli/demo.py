@@ -145,12 +145,13 @@ def _show(rows: list[dict[str, Any]], vectors_path: Path, answers_path: Path) ->
     _console.print(f"    cosine {likeness:.2f}\n")
     _console.print(
         "A model of 135 million parameters writes fluently and errs often: it shows the machinery, "
-        "not what a language model can do. Name a better one with --model (any .gguf file) or --base-url (any server).\n"
+        "not what a language model can do. Name a better one with --model (any .gguf file) "
+        "or --base-url (any server).\n"
     )
     _console.print("[bold]Next[/]")
     _console.print(
         f"  batchyard run {answers_path.with_name('requests.jsonl')} -o mine.jsonl --model ./better.gguf\n"
-        "  batchyard run table.csv --template 'Classify: {text}' --params '{\"max_tokens\": 8}' -o out.jsonl\n"
+        "  batchyard run table.csv --template 'Classify: {text}' -o out.jsonl\n"
         "  batchyard run --help"
     )
 
