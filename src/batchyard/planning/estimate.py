@@ -40,18 +40,22 @@ class Figure:
 def total_of_sample(sample: Sequence[int], population: int) -> Figure:
     """The total of a population from the values of an evenly drawn sample.
 
-    The range is the mean plus and minus two standard errors, with the finite population correction.
+    The range is the mean plus and minus two standard errors, with the finite population correction. One
+    value alone tells nothing of the spread: the range then goes from that value to twice the estimate.
     """
-    size = len(sample)
+    size, known = len(sample), sum(sample)
     if not size or not population:
         return Figure(0.0, 0.0, 0.0, Source.MEASURED)
-    mean = sum(sample) / size
-    variance = sum((one - mean) ** 2 for one in sample) / max(size - 1, 1)
-    correction = max(0.0, 1 - size / population)
-    error = 2 * (variance / size * correction) ** 0.5
-    return Figure(
-        mean * population, max(mean - error, 0.0) * population, (mean + error) * population, Source.MEASURED
-    )
+    if size >= population:
+        return Figure(known, known, known, Source.MEASURED)
+    mean = known / size
+    if size == 1:
+        return Figure(mean * population, mean, 2 * mean * population, Source.MEASURED)
+    variance = sum((one - mean) ** 2 for one in sample) / (size - 1)
+    error = 2 * (variance / size * (1 - size / population)) ** 0.5
+    # What was counted is certain, so the total is never below it.
+    low = max((mean - error) * population, known)
+    return Figure(mean * population, low, (mean + error) * population, Source.MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +94,29 @@ class RateMeter:
     """A rate over a sliding window, from growing totals.
 
     Until the window is full the rate is that since the start, so that the first seconds say something.
+    Where little happens the window grows until it holds *min_growth*: a request that takes minutes must not
+    make the rate fall to nothing between two answers.
     """
 
-    def __init__(self, window_s: float = 10.0) -> None:
+    def __init__(self, window_s: float = 10.0, min_growth: float = 8.0) -> None:
         self.window_s = window_s
+        self.min_growth = min_growth
         self._points: deque[tuple[float, float]] = deque()
 
     def add(self, now: float, total: float) -> None:
         """Note that *total* had been reached at *now*."""
-        self._points.append((now, total))
+        points = self._points
+        # While nothing grows, two points say as much as a thousand.
+        if len(points) >= 2 and points[-1][1] == points[-2][1] == total:
+            points.pop()
+        points.append((now, total))
         # One point older than the window stays, so that the window is always covered.
-        while len(self._points) > 2 and self._points[1][0] <= now - self.window_s:
-            self._points.popleft()
+        while (
+            len(points) > 2
+            and points[1][0] <= now - self.window_s
+            and total - points[1][1] >= self.min_growth
+        ):
+            points.popleft()
 
     @property
     def per_s(self) -> float:
