@@ -7,6 +7,7 @@ it over loopback, always streaming, so that a cancelled request frees its slot a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import AsyncGenerator, Sequence
@@ -31,6 +32,8 @@ _ENDPOINTS = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES}
 #: A request's context where the model could take more: eight slots of it fit in a small machine's memory.
 _DEFAULT_CONTEXT = 4096
 _MAX_CHUNK_BYTES = 64 << 20
+#: How long a process that takes no connections may take to be seen dead.
+_DYING_S = 5.0
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _TRUE = msgspec.Raw(b"true")
 _WITH_USAGE = msgspec.Raw(b'{"include_usage":true}')
@@ -218,8 +221,9 @@ class LlamaEngine:
         while True:
             child = self._child
             assert child is not None
-            how = await child.wait()
+            await child.process.wait()
             self._up.clear()
+            how = await child.wait()
             last_words = child.last_words
             await child.stop()
             self._deaths.append(loop.time())
@@ -267,8 +271,12 @@ class LlamaEngine:
         await self._ready()
         self._running += 1
         try:
-            async with aclosing(self._chunks(request, usage=True)) as stream:
-                chunks = [chunk async for chunk in stream]
+            try:
+                chunks = await self._all_chunks(request)
+            except aiohttp.ClientConnectorError:
+                # Nothing was sent: the process has just died, and its end will be noticed in a moment.
+                await self._wait_for_the_next(self._child)
+                chunks = await self._all_chunks(request)
             body, usage = assemble(request.endpoint, chunks, self.model or "llama")
         except _Status as problem:
             return problem.outcome()
@@ -280,6 +288,17 @@ class LlamaEngine:
             return Answer(200, body, usage)
         finally:
             self._running -= 1
+
+    async def _all_chunks(self, request: Request) -> list[bytes]:
+        async with aclosing(self._chunks(request, usage=True)) as stream:
+            return [chunk async for chunk in stream]
+
+    async def _wait_for_the_next(self, dying: ChildProcess | None) -> None:
+        if dying is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DYING_S):
+                    await dying.process.wait()
+        await self._ready()
 
     async def _chunks(self, request: Request, *, usage: bool) -> AsyncGenerator[bytes]:
         session = self._session
