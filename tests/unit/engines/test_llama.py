@@ -23,7 +23,7 @@ def chat(text, custom_id="a", **more):
 
 
 async def running(events=None, **options):
-    engine = LlamaEngine(parallel=4, context_tokens=512, events=events, **options)
+    engine = LlamaEngine(parallel=4, context_tokens=512, threads=1, events=events, **options)
     await engine.start()
     return engine
 

@@ -152,7 +152,8 @@ class LlamaEngine:
         )
         self._broken = None
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=False),
+            # llama.cpp ends its connections after a stream; a kept one would break under the next request.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
         try:
