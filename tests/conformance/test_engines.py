@@ -148,6 +148,7 @@ async def test_outcomes_line_up_with_their_requests(case, endpoint, shared):
     requests = [ask(endpoint, PHRASE * size, index=index) for index, size in enumerate(sizes)]
     outcomes = await running.engine.dispatch(requests)
     assert len(outcomes) == count
+    assert [outcome for outcome in outcomes if not isinstance(outcome, Answer)] == []
     tokens = [outcome.usage.input_tokens for outcome in outcomes]
     assert [sorted(sizes).index(size) for size in sizes] == [sorted(tokens).index(one) for one in tokens]
 
@@ -285,6 +286,7 @@ async def test_the_chunks_of_a_stream_join_to_the_answer(case, endpoint, shared)
     request = ask(endpoint, AWKWARD, max_tokens=16)
     whole = text_of(endpoint, (await answer_to(running.engine, request)).body)
     chunks = [chunk async for chunk in running.engine.stream(request)]
+    assert not [chunk for chunk in chunks if chunk.startswith(b'{"error"')]
     assert "".join(piece_of(endpoint, chunk) for chunk in chunks) == whole
 
 
