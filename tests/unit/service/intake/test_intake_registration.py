@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from batchyard.errors import InputChanged, InvalidInput, UsageError
-from batchyard.service.intake import registration
+from batchyard.service.intake import scan
 from batchyard.service.intake.chunk import read_requests
 from batchyard.service.intake.diagnosis import MAX_CUSTOM_ID, MAX_DEPTH
 from batchyard.service.intake.registration import IntakeRules, register
@@ -340,7 +340,7 @@ def test_lines_with_other_errors_are_looked_at_for_repeated_ids_as_well(refusal)
 
 
 def test_ids_whose_hashes_collide_are_not_repeated(intake, refusal, monkeypatch):
-    monkeypatch.setattr(registration, "_HASH_BITS", 3)
+    monkeypatch.setattr(scan, "_HASH_BITS", 3)
     names = [line(f"id-{number}") for number in range(50)]
     assert intake(*names).total == 50
     assert [one[0] for one in refusal(*names, line("id-7"))] == [51]
@@ -460,9 +460,9 @@ def test_a_file_that_grows_while_it_is_read(tmp_path):
 
 
 def test_the_fast_path_knows_every_endpoint():
-    literal = get_type_hints(registration._Line)["url"]
+    literal = get_type_hints(scan.Line)["url"]
     assert set(get_args(literal)) == {one.value for one in Endpoint}
-    decoded = [registration._decode(line(one)).url for one in "ab"]
+    decoded = [scan.decode_line(line(one)).url for one in "ab"]
     assert decoded[0] is decoded[1]
 
 
