@@ -74,10 +74,6 @@ class InvalidTransition(BatchyardError):  # noqa: N818 - names what failed
     """A Batch in this state does not take this action."""
 
 
-class LeaseLost(BatchyardError):  # noqa: N818 - names what failed
-    """Another worker holds this chunk now; what this worker did after that is not counted."""
-
-
 class BatcherError(BatchyardError):
     """Base of what a `Batcher` raises to its callers."""
 
