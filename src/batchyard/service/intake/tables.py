@@ -63,9 +63,13 @@ def sniff(path: Path) -> str:
         first = _first_object(handle)
     finally:
         os.close(handle)
+    return "rows" if first and not _is_request(first) else "requests"
+
+
+def _is_request(first: dict[str, Any]) -> bool:
     # Columns may be called `url` or `body` too: only several members of a request in company say request.
     signs = len(first.keys() & {"custom_id", "method", "url"}) + isinstance(first.get("body"), dict)
-    return "rows" if first and signs < 2 else "requests"
+    return signs >= 2 or ("custom_id" in first and first.keys() <= {"custom_id", "method", "url", "body"})
 
 
 def _first_object(handle: int) -> dict[str, Any]:
