@@ -99,6 +99,7 @@ def _openai(choice: EngineChoice, _events: EventBus) -> Engine:
         api_key=os.environ.get(choice.api_key_env),
         model=choice.model,
         timeout_s=choice.timeout_s,
+        api_key_env=choice.api_key_env,
     )
 
 

@@ -33,22 +33,25 @@ class StateFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = -1
         try:
             path.mkdir(parents=True, exist_ok=True)
             strange = sorted({one.name for one in path.iterdir()} - self.NAMES)
-            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise as_store_error(error, path) from error
         if strange:
-            self.close()
             raise StoreError(
                 f"{path} is no state folder of Batchyard: it holds {strange[0]!r}. "
                 "Choose another output name."
             )
         try:
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise as_store_error(error, path) from error
+        try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._lock)
+            self.close()
             raise StoreError(
                 f"Another batchyard process is working on {path}. Wait until it ends, or stop it."
             ) from error

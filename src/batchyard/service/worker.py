@@ -413,7 +413,7 @@ class Worker:
                 heapq.heappush(self._later, (now + delay_s, next(self._later_order), item))
                 if fault.kind is FaultKind.RATE_LIMITED and fault.retry_after_s:
                     # The upstream named a time for everybody, not for this request only.
-                    self._hold_until = max(self._hold_until, now + fault.retry_after_s)
+                    self._hold_until = max(self._hold_until, now + delay_s)
                     self.progress.note = fault.message
                 self._wake_at(now + delay_s)
             case GiveUp():

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -17,12 +14,12 @@ import msgspec
 from batchyard.errors import InvalidInput, LineError, UsageError
 from batchyard.service.intake.diagnosis import MAX_CUSTOM_ID
 from batchyard.service.intake.tables import BadRow, Found, Place, Row, columns_of, read_rows, sniff
+from batchyard.service.intake.template import ABSENT, RowError, Template, lookup, some_text, text_of
 from batchyard.stores.segments import as_store_error, sync_folder
 from batchyard.types import Endpoint
 
-__all__ = ["RowPlan", "columns_of", "convert_rows", "fill", "sniff"]
+__all__ = ["RowPlan", "columns_of", "convert_rows", "sniff"]
 
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _MAX_ERRORS = 100
 #: Rows that may pass before a column counts as missing: JSON rows leave out what they do not have.
 _ROWS_TO_KNOW = 100
@@ -54,7 +51,8 @@ class RowPlan:
             if name in self.params:
                 reason = "a Batch cannot stream" if name == "stream" else "it is made of the row"
                 raise UsageError(f'--params may not hold "{name}": {reason}. Leave it out.')
-        _columns_in(self.template)
+        if self.template is not None:
+            Template(self.template)  # refuses what is no template
 
     @property
     def endpoint(self) -> Endpoint:
@@ -64,7 +62,8 @@ class RowPlan:
     @property
     def columns(self) -> list[str]:
         """Every column that a row must have."""
-        return [*_columns_in(self.template), *filter(None, (self.field, self.id_field))]
+        named = Template(self.template).columns if self.template is not None else []
+        return [*named, *filter(None, (self.field, self.id_field))]
 
 
 def convert_rows(source: Path, target: Path, plan: RowPlan) -> int:
@@ -101,16 +100,14 @@ def convert_rows(source: Path, target: Path, plan: RowPlan) -> int:
     return conversion.written
 
 
-class _RowError(Exception):
-    """One row cannot be made into a request."""
-
-
 class _Conversion:
     """One pass over a table, and what was wrong with it."""
 
     def __init__(self, source: Path, plan: RowPlan) -> None:
         self._source = source
         self._plan = plan
+        self._template = None if plan.template is None else Template(plan.template)
+        self._url = plan.endpoint.value
         self._encode = msgspec.json.Encoder().encode
         self._seen: set[int] = set()
         self._repeated: set[int] = set()
@@ -128,7 +125,7 @@ class _Conversion:
             try:
                 file.write(self._request(place, row))
                 self.written += 1
-            except _RowError as error:
+            except RowError as error:
                 self._refuse(place, "invalid_row", str(error))
 
     def settle_duplicates(self) -> None:
@@ -140,7 +137,7 @@ class _Conversion:
         for place, row in self._rows():
             try:
                 custom_id = self._id(place, row)
-            except _RowError:
+            except RowError:
                 continue
             if hash(custom_id) & _HASH_BITS not in self._repeated:
                 continue
@@ -170,7 +167,7 @@ class _Conversion:
         if not rows:
             return
         for column in self._plan.columns:
-            if all(_lookup(row, column) is _ABSENT for row in rows):
+            if all(lookup(row, column) is ABSENT for row in rows):
                 raise self._no_column(column, [*dict.fromkeys(name for row in rows for name in row)])
 
     def _no_column(self, column: str, existing: list[str]) -> UsageError:
@@ -185,15 +182,15 @@ class _Conversion:
 
     def _id(self, place: Place, row: Row | BadRow) -> str:
         if isinstance(row, BadRow):
-            raise _RowError(row.reason)
+            raise RowError(row.reason)
         column = self._plan.id_field
         if column is None:
             return f"row-{place.row}"
-        custom_id = _text(row, column)
+        custom_id = text_of(row, column)
         if not custom_id:
-            raise _RowError(f"{column!r} is empty, but each row needs its own custom_id.")
+            raise RowError(f"{column!r} is empty, but each row needs its own custom_id.")
         if len(custom_id) > MAX_CUSTOM_ID:
-            raise _RowError(
+            raise RowError(
                 f"{column!r} has {len(custom_id):,} characters; a custom_id may have {MAX_CUSTOM_ID}."
             )
         return custom_id
@@ -205,108 +202,19 @@ class _Conversion:
         if plan.id_field is not None:
             key = hash(custom_id) & _HASH_BITS
             (self._repeated if key in self._seen else self._seen).add(key)
-        if plan.template is None:
-            body: dict[str, Any] = {"input": _some_text(row, plan.field or "")}
+        if self._template is None:
+            body: dict[str, Any] = {"input": some_text(row, plan.field or "")}
         else:
-            messages = [{"role": "user", "content": fill(plan.template, row)}]
+            messages = [{"role": "user", "content": self._template.fill(row)}]
             if plan.system is not None:
                 messages.insert(0, {"role": "system", "content": plan.system})
             body = {"messages": messages}
         body.update(plan.params)
         try:
-            line = self._encode(
-                {"custom_id": custom_id, "method": "POST", "url": plan.endpoint.value, "body": body}
-            )
+            line = self._encode({"custom_id": custom_id, "method": "POST", "url": self._url, "body": body})
         except UnicodeEncodeError as error:
-            raise _RowError("The row holds half of a surrogate pair, which is no text.") from error
+            raise RowError("The row holds half of a surrogate pair, which is no text.") from error
         return line + b"\n"
-
-
-def fill(template: str, row: Row) -> str:
-    """*template* with its placeholders replaced by the columns of *row*.
-
-    Empty cells become empty text, as long as one of them holds something.
-    """
-    filled = False
-
-    def replace(match: re.Match[str]) -> str:
-        nonlocal filled
-        if match[0] in {"{{", "}}"}:
-            return match[0][0]
-        text = _text(row, match[1])
-        filled = filled or (bool(text) and not text.isspace())
-        return text
-
-    made = _PLACEHOLDER.sub(replace, template)
-    if not filled:
-        named = ", ".join(repr(one) for one in dict.fromkeys(_columns_in(template)))
-        raise _RowError(f"{named} is empty, so there is nothing to ask. Fill it, or leave the row out.")
-    return made
-
-
-def _columns_in(template: str | None) -> list[str]:
-    """The columns that a template names.
-
-    Raises:
-        UsageError: it is no template.
-    """
-    if template is None:
-        return []
-    columns: list[str] = []
-    for match in _PLACEHOLDER.finditer(template):
-        if match[0] in {"{", "}"}:
-            raise UsageError(
-                f"The template has a single {match[0]!r} at character {match.start() + 1}. "
-                "Name a column as {column}; write {{ or }} for the brace itself."
-            )
-        if match[1] is not None:
-            if not match[1].strip():
-                raise UsageError("The template has an empty placeholder {}. Name a column, such as {text}.")
-            columns.append(match[1])
-    if not columns:
-        raise UsageError(
-            "The template names no column, so every row would ask the same. Add a placeholder such as {text}."
-        )
-    return columns
-
-
-_ABSENT = object()
-
-
-def _lookup(row: Row, column: str) -> Any:
-    """The value of *column*, or of a path such as `user.name` in nested rows."""
-    if column in row:
-        return row[column]
-    found: Any = row
-    for part in column.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            return _ABSENT
-        found = found[part]
-    return found
-
-
-def _some_text(row: Row, column: str) -> str:
-    text = _text(row, column)
-    if not text or text.isspace():
-        raise _RowError(f"{column!r} is empty, so there is nothing to embed. Fill it, or leave the row out.")
-    return text
-
-
-def _text(row: Row, column: str) -> str:
-    found = _lookup(row, column)
-    if isinstance(found, str):
-        return found
-    if found is _ABSENT:
-        raise _RowError(f"The row has no {column!r}. Add it, or leave the row out.")
-    if found is None or (isinstance(found, float) and math.isnan(found)):
-        return ""
-    if isinstance(found, bytes):
-        raise _RowError(f"{column!r} holds bytes, not text. Decode them first.")
-    if isinstance(found, bool):
-        return "true" if found else "false"
-    if isinstance(found, dict | list):
-        return json.dumps(found, ensure_ascii=False, default=str)
-    return str(found)
 
 
 def _short(text: str) -> str:

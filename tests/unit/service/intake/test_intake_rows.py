@@ -8,7 +8,8 @@ import pytest
 from batchyard.errors import InvalidInput, StoreError, UsageError
 from batchyard.service.intake import tables
 from batchyard.service.intake.registration import IntakeRules, register
-from batchyard.service.intake.rows import RowPlan, columns_of, convert_rows, fill, sniff
+from batchyard.service.intake.rows import RowPlan, columns_of, convert_rows, sniff
+from batchyard.service.intake.template import Template
 from batchyard.types import Endpoint
 
 ASK = RowPlan(template="Classify: {text}")
@@ -124,11 +125,11 @@ def test_templates(template, made):
         "with space": "s",
         "a!r": "bang",
     }
-    assert fill(template, row) == made
+    assert Template(template).fill(row) == made
 
 
 def test_text_of_a_row_is_never_taken_for_a_placeholder():
-    assert fill("{a} {b}", {"a": "{b} {{", "b": "}"}) == "{b} {{ }"
+    assert Template("{a} {b}").fill({"a": "{b} {{", "b": "}"}) == "{b} {{ }"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_empty_cells(convert, refusal):
     two = RowPlan(template="{a}|{b}")
     assert asked(convert("rows.csv", "a,b\n,x\ny,\n", two)) == [("row-1", "|x"), ("row-2", "y|")]
     assert asked(convert("rows.jsonl", '{"a":null,"b":"x"}', two)) == [("row-1", "|x")]
-    reason = "is empty, so there is nothing to ask. Fill it, or leave the row out."
+    reason = "are all empty, so there is nothing to ask. Fill in, or leave the row out."
     assert refusal("rows.csv", "a,b\nx,y\n, \n", two) == [f"Line 3: 'a', 'b' {reason}"]
     [told] = refusal("rows.jsonl", '{"text":"a"}\n{"text":null}', RowPlan(field="text"))
     assert told.startswith("Line 2: 'text' is empty, so there is nothing to embed.")
