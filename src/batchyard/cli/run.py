@@ -103,7 +103,7 @@ def run(
         run_job(
             lambda: JobOptions(
                 source=source,
-                output=output or source.with_name(source.stem + ".results.jsonl"),
+                output=output or source.parent / f"{source.stem}.results.jsonl",
                 errors=errors,
                 choice=EngineChoice(
                     engine or "",
