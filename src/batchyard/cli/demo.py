@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from batchyard.batching.packing import padding_ratio
 from batchyard.cli.engines import EngineChoice
 from batchyard.cli.job import JobOptions, run_job
 from batchyard.cli.report import ExitCode
@@ -24,18 +25,21 @@ from batchyard.service.join import Order
 _console = Console(highlight=False, soft_wrap=True)
 _TITLE = "Write a title of at most eight words for this text. Answer with the title only.\n\n{text}"
 _SUMMARY = "Summarise this text in one short sentence.\n\n{text}"
-_FIELDS = (
-    "Answer in JSON with the main subject of this text (one or two words) and its mood (one word).\n\n{text}"
-)
+_FIELDS = "Which kind of text is this, and in which language is it? Answer in JSON.\n\n{text}"
 _SCHEMA = {
     "type": "object",
     "properties": {
-        "subject": {"type": "string", "maxLength": 40},
-        "mood": {"type": "string", "enum": ["happy", "sad", "calm", "tense", "funny", "serious"]},
+        "kind": {
+            "type": "string",
+            "enum": ["story", "poem", "law", "letter", "recipe", "complaint", "review"],
+        },
+        "language": {"type": "string", "enum": ["English", "French", "German", "Spanish"]},
     },
-    "required": ["subject", "mood"],
+    "required": ["kind", "language"],
     "additionalProperties": False,
 }
+#: What a batcher that pads would use: texts a batch, in the order they come.
+_PADDED_BATCH = 32
 
 
 def demo(
@@ -137,6 +141,7 @@ def _show(rows: list[dict[str, Any]], vectors_path: Path, answers_path: Path) ->
             if f"{key}:{task}" in written:
                 _console.print(f"    {task:<8} {escape(_cut(written[f'{key}:{task}'], 160))}")
         _console.print()
+    _console.print(f"  {_padding(vectors_path)}\n")
     _console.print("  The two texts that are closest in meaning, by their embeddings:")
     first, second, likeness = _closest({key: _vector(body) for key, body in _results(vectors_path)})
     for key in (first, second):
@@ -153,6 +158,19 @@ def _show(rows: list[dict[str, Any]], vectors_path: Path, answers_path: Path) ->
         f"  batchyard run {answers_path.with_name('requests.jsonl')} -o mine.jsonl --model ./better.gguf\n"
         "  batchyard run table.csv --template 'Classify: {text}' -o out.jsonl\n"
         "  batchyard run --help"
+    )
+
+
+def _padding(vectors_path: Path) -> str:
+    """What length-aware packing saved, from the tokens that each text really took."""
+    lengths = [body["usage"]["prompt_tokens"] for _, body in _results(vectors_path)]
+    arrival = [
+        tuple(range(start, min(start + _PADDED_BATCH, len(lengths))))
+        for start in range(0, len(lengths), _PADDED_BATCH)
+    ]
+    return (
+        f"Padding: 0 % of {sum(lengths):,} embedded tokens. Batches of {_PADDED_BATCH} in the order of the file "
+        f"would have computed {padding_ratio(lengths, arrival):.1f} times as many."
     )
 
 

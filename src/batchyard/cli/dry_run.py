@@ -67,7 +67,7 @@ def dry_run(
     if choice.engine != "openai":
         counted = asyncio.run(_count(engine, sample))
     estimate = _estimate(choice.engine.partition(":")[0], found, sample, counted, price)
-    _tell(report, found, estimate)
+    _tell(report, options.source, found, estimate)
     return ExitCode.SUCCEEDED
 
 
@@ -143,7 +143,7 @@ def _limit(request: Request) -> int | None:
     return limits.max_completion_tokens or limits.max_output_tokens or limits.max_tokens
 
 
-def _tell(report: Report, found: Registration, estimate: Estimate) -> None:
+def _tell(report: Report, source: Path, found: Registration, estimate: Estimate) -> None:
     report.event(
         "run.estimate",
         total=found.total,
@@ -151,7 +151,7 @@ def _tell(report: Report, found: Registration, estimate: Estimate) -> None:
         endpoints=found.endpoints,
         **{name: value and asdict(value) for name, value in _parts(estimate).items()},
     )
-    report.say("Input", f"{found.path} · {found.total:,} requests, all valid")
+    report.say("Input", f"{source} · {found.total:,} requests, all valid")
     report.say("Asks", ", ".join(f"{url} ×{count:,}" for url, count in found.endpoints.items()))
     if found.models:
         report.say("Models", ", ".join(found.models[:8]) + (", …" if len(found.models) > 8 else ""))

@@ -74,7 +74,7 @@ class ChunkRun:
 
         Raises:
             StoreError: the segment cannot be written.
-            InvalidInput: the input no longer holds what was registered.
+            InputChanged: the input no longer holds what was registered.
         """
         span = ChunkSpan(
             chunk.no, chunk.offset, chunk.length, chunk.first_index, chunk.first_line, chunk.count
