@@ -25,17 +25,14 @@ from batchyard.service.join import Order
 _console = Console(highlight=False, soft_wrap=True)
 _TITLE = "Write a title of at most eight words for this text. Answer with the title only.\n\n{text}"
 _SUMMARY = "Summarise this text in one short sentence.\n\n{text}"
-_FIELDS = "Which kind of text is this, and in which language is it? Answer in JSON.\n\n{text}"
+_FIELDS = "Give this text a short title and say whether its tone is good or bad. Answer in JSON.\n\n{text}"
 _SCHEMA = {
     "type": "object",
     "properties": {
-        "kind": {
-            "type": "string",
-            "enum": ["story", "poem", "law", "letter", "recipe", "complaint", "review"],
-        },
-        "language": {"type": "string", "enum": ["English", "French", "German", "Spanish"]},
+        "title": {"type": "string", "maxLength": 60},
+        "tone": {"type": "string", "enum": ["good", "bad", "neutral"]},
     },
-    "required": ["kind", "language"],
+    "required": ["title", "tone"],
     "additionalProperties": False,
 }
 #: What a batcher that pads would use: texts a batch, in the order they come.
@@ -47,7 +44,7 @@ def demo(
     folder: Annotated[
         Path, typer.Option(help="Where the results go. What an earlier demo left there is replaced.")
     ] = Path("batchyard-demo"),
-    texts: Annotated[int, typer.Option(min=1, max=24, help="How many texts the language model reads.")] = 8,
+    texts: Annotated[int, typer.Option(min=1, max=18, help="How many texts the language model reads.")] = 8,
 ) -> None:
     """Answer a real file of texts with the embedded models: all are embedded, a few are written about.
 
@@ -97,7 +94,7 @@ def _options(source: Path, output: Path, rows: RowPlan | None) -> JobOptions:
 
 def _requests(rows: list[dict[str, Any]], count: int) -> Iterator[dict[str, Any]]:
     """For each chosen text a title, a summary, and an object by schema, as OpenAI batch requests."""
-    fitting = [row for row in rows if 150 <= len(row["text"]) <= 700]
+    fitting = [row for row in rows if row["id"].startswith(("note", "aesop"))]
     chosen = fitting[:: max(len(fitting) // count, 1)][:count]
     response_format = {"type": "json_schema", "json_schema": {"name": "text", "schema": _SCHEMA}}
     for row in chosen:
@@ -169,8 +166,8 @@ def _padding(vectors_path: Path) -> str:
         for start in range(0, len(lengths), _PADDED_BATCH)
     ]
     return (
-        f"Padding: 0 % of {sum(lengths):,} embedded tokens. Batches of {_PADDED_BATCH} in the order of the file "
-        f"would have computed {padding_ratio(lengths, arrival):.1f} times as many."
+        f"Padding: 0 % of {sum(lengths):,} embedded tokens. Batches of {_PADDED_BATCH} in the order of the "
+        f"file would have computed {padding_ratio(lengths, arrival):.1f} times as many."
     )
 
 
