@@ -104,7 +104,9 @@ async def test_a_stream_brings_the_same_text_as_a_dispatch():
     try:
         whole = json.loads((await only(engine, chat("Name a colour."))).body)
         pieces = [json.loads(chunk) async for chunk in engine.stream(chat("Name a colour."))]
-        text = "".join(one["choices"][0]["delta"].get("content") or "" for one in pieces if one.get("choices"))
+        text = "".join(
+            one["choices"][0]["delta"].get("content") or "" for one in pieces if one.get("choices")
+        )
         assert text == whole["choices"][0]["message"]["content"]
     finally:
         await engine.close()
