@@ -39,13 +39,26 @@ class ChunkRun:
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    _unwritten: list[bytes] = field(default_factory=list)
     #: Set when another worker took the chunk over: results no longer count.
     lost: bool = False
 
-    def finish(self, item: WorkItem, *, succeeded: bool, usage: Usage, line: bytes) -> None:
-        """Write the result of *item* to the segment."""
-        self.segment.append(encode_record(item.place, succeeded=succeeded, usage=usage, line=line))
+    def finish(self, item: WorkItem, *, succeeded: bool, usage: Usage, line: bytes) -> bool:
+        """Take the result of *item*; whether it is the first that waits for `write`."""
+        self._unwritten.append(encode_record(item.place, succeeded=succeeded, usage=usage, line=line))
         self._count(succeeded=succeeded, usage=usage)
+        return len(self._unwritten) == 1
+
+    def write(self) -> None:
+        """Hand the results that wait to the kernel, in one call.
+
+        Raises:
+            StorageFull: there is no room for them.
+        """
+        if self._unwritten:
+            # Kept until they are written: a chunk must never be committed without them.
+            self.segment.append(b"".join(self._unwritten))
+            self._unwritten.clear()
 
     def progress(self) -> ChunkProgress:
         """How far it has come, as the store keeps it."""

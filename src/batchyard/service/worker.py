@@ -304,6 +304,8 @@ class Worker:
                 self._dispatching.discard(lane)
                 self.progress.running -= len(items)
             self._settle(items, outcomes)
+            # One turn of the loop, in which `_write` runs: what is dispatched next finds these results safe.
+            await asyncio.sleep(0)
 
     def _closed_with(self) -> _Closing | None:
         return self._closing
@@ -352,7 +354,9 @@ class Worker:
         run, progress = item.run, self.progress
         if run.lost:
             return
-        run.finish(item, succeeded=failure is None, usage=usage, line=line)
+        if run.finish(item, succeeded=failure is None, usage=usage, line=line):
+            # Answers that arrive together are written together, before the loop waits again.
+            self._loop.call_soon(self._write, run)
         if failure is None:
             progress.succeeded += 1
         else:
@@ -372,6 +376,15 @@ class Worker:
         if self._canary is not None and not self._canary.decided:
             self._canary.finish(succeeded=failure is None)
             self._judge_canary(self._canary)
+
+    def _write(self, run: ChunkRun) -> None:
+        if run.lost:
+            return
+        try:
+            run.write()
+        except BatchyardError as error:
+            if not self._over.done():
+                self._over.set_result(_stop_for(error))
 
     def _judge_canary(self, canary: Canary) -> None:
         if canary.tripped:
@@ -470,6 +483,8 @@ class Worker:
             self._check_over()
 
     async def _save(self) -> None:
+        for run in self._dirty:
+            run.write()
         dirty, finished = self._dirty, self._finished
         self._dirty, self._finished = set(), []
         fenced = await self._in_keeper(lambda: self._sync_and_commit(dirty, finished))

@@ -123,6 +123,7 @@ class SegmentWriter:
         self.path = path
         self.written_bytes = 0
         self.synced_bytes = 0
+        self._torn = False
         self._handle = handle
 
     def __repr__(self) -> str:
@@ -134,12 +135,15 @@ class SegmentWriter:
         Raises:
             StorageFull: there is no room; what did not fit is torn and will be passed over.
         """
-        view = memoryview(records)
+        # A newline first ends a record that an earlier attempt left torn, so that it spoils no other.
+        view = memoryview(b"\n" + records if self._torn else records)
+        self._torn = True
         try:
             while view:
                 written = os.write(self._handle, view)
                 self.written_bytes += written
                 view = view[written:]
+            self._torn = False
         except OSError as error:
             raise as_store_error(error, self.path) from error
 

@@ -1,6 +1,8 @@
 """Segments keep every whole record and pass over torn ones."""
 
 import os
+import resource
+import signal
 
 import pytest
 from hypothesis import given
@@ -75,3 +77,24 @@ def test_a_full_disk_is_named_and_leaves_whole_records(tmp_path):
     with pytest.raises(StorageFull, match="full"):
         writer.append(b"x")
     writer.close()
+
+
+def test_records_after_a_torn_one_are_whole(tmp_path):
+    """A disk that was full for a moment: what is written again afterwards must not merge with the torn rest."""
+    folder = SegmentFolder(tmp_path)
+    writer = folder.create(0, 1)
+    record = encode_record(0, succeeded=True, usage=Usage(), line=b"x" * 5000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(StorageFull):
+            writer.append(record)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert 0 < writer.written_bytes < len(record)
+    writer.append(record)
+    writer.append(encode_record(1, succeeded=False, usage=Usage(), line=b"y"))
+    writer.close()
+    assert [(one.index, one.line) for one in folder.read(0, 1)] == [(0, b"x" * 5000), (1, b"y")]
