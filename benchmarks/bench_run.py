@@ -49,6 +49,11 @@ CURATOR = """
 import os, sys
 os.environ.update(OPENAI_API_KEY="none", CURATOR_DISABLE_CACHE="true", TELEMETRY_ENABLED="false",
                   CURATOR_VIEWER="false", CURATOR_DISABLE_RICH_DISPLAY="true")
+import tiktoken
+class Words:  # tiktoken would download its tables; counting words is cheaper, which favours curator
+    def encode(self, text, **_):
+        return text.split()
+tiktoken.encoding_for_model = tiktoken.get_encoding = lambda *_: Words()
 from bespokelabs import curator
 source, target, url, count, cache = sys.argv[1:6]
 llm = curator.LLM(model_name="gpt-4o-mini", backend="openai", backend_params={
@@ -100,7 +105,7 @@ class Contestant:
         return self.requests / median(self.walls)
 
     def ratio_to(self, other: Contestant) -> float:
-        """Times as fast as *other*: the median over rounds, since neighbours in time share the machine's mood."""
+        """Times as fast as *other*: the median over rounds, whose runs are neighbours in time."""
         pairs = zip(self.walls, other.walls, strict=True)
         return median(theirs / mine for mine, theirs in pairs) * self.requests / other.requests
 
