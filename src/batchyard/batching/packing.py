@@ -13,6 +13,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from batchyard.errors import UsageError
+
 Pack = tuple[int, ...]
 
 
@@ -101,9 +103,9 @@ class PassTimes:
     def __post_init__(self) -> None:
         for axis in (self.items, self.lengths):
             if len(axis) < 2 or list(axis) != sorted(set(axis)):
-                raise ValueError("a grid of pass times needs at least two rising values on each axis")
+                raise UsageError("A grid of pass times needs at least two rising values on each axis.")
         if [len(row) for row in self.seconds] != [len(self.lengths)] * len(self.items):
-            raise ValueError("a grid of pass times needs one value for each pair of count and length")
+            raise UsageError("A grid of pass times needs one value for each pair of count and length.")
 
     def of(self, items: int, longest: int) -> float:
         """Seconds for *items* texts padded to *longest* tokens; never below zero."""
@@ -155,41 +157,32 @@ def draw_pack(
     _check(max_tokens=max_tokens, max_items=max_items, max_lengths=max_lengths)
     if not lengths:
         return ()
-    order = sorted(range(min(window, len(lengths))), key=lengths.__getitem__)
-    oldest = lengths[0]
-    # The oldest item is the first of its length, because sorting is stable.
-    up = bisect_left(order, oldest, key=lengths.__getitem__)
+    alike: dict[int, list[int]] = {}
+    for index in range(min(window, len(lengths))):
+        alike.setdefault(lengths[index], []).append(index)
+    kinds = sorted(alike)
+    up = bisect_left(kinds, lengths[0])
     down = up - 1
     pack: list[int] = []
     tokens = 0
-    kinds: set[int] = set()
-    while down >= 0 or up < len(order):
-        # Down, unless what stands above is as near; shorter ones also leave more room for others.
-        below = down >= 0 and (
-            up == len(order) or oldest - lengths[order[down]] < lengths[order[up]] - oldest
-        )
-        length = lengths[order[down if below else up]]
-        if pack and (
-            tokens + length > max_tokens
-            or len(pack) == max_items
-            or (length not in kinds and len(kinds) == max_lengths)
-        ):
-            break
-        kinds.add(length)
-        tokens += length
-        if below:
-            first = down
-            while first > 0 and lengths[order[first - 1]] == length:
-                first -= 1
-            room = _room(max_tokens - tokens, length, max_items, len(pack))
-            take = min(down - first + 1, 1 + room)
-            pack += order[first : first + take]
-            tokens += (take - 1) * length
-            # What was not taken of this length would not fit later either.
-            down = first - 1
-        else:
-            pack.append(order[up])
+    for _ in range(len(kinds) if max_lengths is None else max_lengths):
+        # Of two lengths as near, the shorter one: it leaves more room.
+        if down >= 0 and (up == len(kinds) or lengths[0] - kinds[down] <= kinds[up] - lengths[0]):
+            length = kinds[down]
+            down -= 1
+        elif up < len(kinds):
+            length = kinds[up]
             up += 1
+        else:
+            break
+        room = len(lengths) if length == 0 else (max_tokens - tokens) // length
+        if max_items is not None:
+            room = min(room, max_items - len(pack))
+        taken = alike[length][: max(room, 0 if pack else 1)]
+        if not taken:
+            break
+        pack += taken
+        tokens += length * len(taken)
     return tuple(sorted(pack, key=lambda index: (lengths[index], index)))
 
 
@@ -203,12 +196,6 @@ def padding_ratio(lengths: Sequence[int], packs: Iterable[Pack]) -> float:
     return computed / real if real else 1.0
 
 
-def _room(tokens_left: int, length: int, max_items: int | None, items: int) -> int:
-    """How many more items of *length* fit after one more."""
-    by_tokens = tokens_left // length if length > 0 else tokens_left + 1_000_000
-    return max(0, by_tokens if max_items is None else min(by_tokens, max_items - items - 1))
-
-
 def _between(axis: tuple[int, ...], value: int) -> tuple[int, float]:
     """The grid cell that *value* falls into, and how far along it (beyond the ends: outside 0 to 1)."""
     cell = min(max(bisect_left(axis, value) - 1, 0), len(axis) - 2)
@@ -218,4 +205,4 @@ def _between(axis: tuple[int, ...], value: int) -> tuple[int, float]:
 def _check(**limits: int | None) -> None:
     for name, limit in limits.items():
         if limit is not None and limit < 1:
-            raise ValueError(f"{name} must be at least 1, not {limit}")
+            raise UsageError(f"{name} must be at least 1, not {limit}.")
