@@ -121,3 +121,42 @@ def test_ctrl_c_keeps_every_finished_answer_and_tells_how_to_resume(tmp_path):
     assert not set(more) & set(partial)
     assert sorted(read_ids(output)) == sorted(f"request-{i}" for i in range(400))
     assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+@pytest.mark.model
+@pytest.mark.timeout(400)
+def test_a_run_on_a_real_model_killed_at_three_moments_answers_every_request_once(tmp_path):
+    total = 48
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    with source.open("w") as file:
+        for i in range(total):
+            body = {"messages": [{"role": "user", "content": f"Say the number {i}."}], "max_tokens": 16}
+            line = {
+                "custom_id": f"request-{i}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": body,
+            }
+            file.write(json.dumps(line) + "\n")
+    command = [*COMMAND, source, "-o", output, "--engine", "llama", "--concurrency", "4", "--json"]
+    finished_before = 0
+    for share in (0.1, 0.4, 0.7):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "run.resumed":
+                # What was finished before the kill is kept.
+                assert event["done"] >= finished_before
+            if event["event"] == "run.progress" and event["done"] >= share * total:
+                finished_before = event["done"]
+                break
+        process.send_signal(signal.SIGKILL)
+        process.stdout.close()
+        process.wait()
+    last = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert last.returncode == 0, last.stdout + last.stderr
+    assert read_ids(output) == [f"request-{i}" for i in range(total)]
+    for line in output.read_text().splitlines():
+        body = json.loads(line)["response"]["body"]
+        assert body["model"] == "smollm2-135m-instruct"
+        assert body["choices"][0]["message"]["content"]
