@@ -28,8 +28,8 @@ def pack_by_tokens(
 ) -> list[Pack]:
     """Cut the length-sorted list into runs that stay within a token budget.
 
-    With padded cost and a limit on items alone this cut is optimal; with a budget it leaves at most
-    one item's cost of each pack unused. An item that is larger than the budget gets a pack of its own.
+    Sorting keeps like lengths together, so padded packs waste little; `pack_by_time` finds better cuts at
+    more cost. An item that is larger than the budget gets a pack of its own.
 
     Args:
         lengths: what each item counts, in tokens.

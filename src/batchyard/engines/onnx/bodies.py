@@ -43,10 +43,17 @@ class _Body(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(_Body).decode
 _encode = msgspec.json.Encoder().encode
+_POWERS = 10.0 ** np.arange(23)
 
 
-def read_body(body: bytes, width: int, allowed_dimensions: tuple[int, ...]) -> EmbeddingRequest:
+def read_body(body: bytes, *, width: int, dimensions: tuple[int, ...], vocabulary: int) -> EmbeddingRequest:
     """Check a body against what the model can do.
+
+    Args:
+        body: JSON.
+        width: length of the model's vectors.
+        dimensions: shorter lengths that they may be cut to.
+        vocabulary: how many token ids the model knows.
 
     Raises:
         BadRequest: it asks for something else, said in one sentence.
@@ -55,17 +62,17 @@ def read_body(body: bytes, width: int, allowed_dimensions: tuple[int, ...]) -> E
         found = _decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRequest(f"The body is not an embedding request: {error}.", "input") from error
-    inputs = _inputs(found.input)
+    inputs = _inputs(found.input, vocabulary)
     wanted = found.dimensions
     if wanted == width:
         wanted = None
-    if wanted is not None and wanted not in allowed_dimensions:
-        can = ", ".join(map(str, (*allowed_dimensions, width)))
-        raise BadRequest(f"This model has no vectors of {wanted} dimensions. It has: {can}.", "dimensions")
+    if wanted is not None and wanted not in dimensions:
+        can = ", ".join(map(str, (*dimensions, width)))
+        raise BadRequest(f"This model gives no vectors of {wanted} dimensions, only of {can}.", "dimensions")
     return EmbeddingRequest(inputs, found.encoding_format == "base64", wanted)
 
 
-def _inputs(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def _inputs(given: str | list[str | int | list[int]], vocabulary: int) -> list[str | list[int]]:
     if isinstance(given, str):
         inputs: list[str | list[int]] = [given]
     elif given and all(isinstance(one, int) for one in given):
@@ -82,6 +89,9 @@ def _inputs(given: str | list[str | int | list[int]]) -> list[str | list[int]]:
     for place, one in enumerate(inputs):
         if not one:
             raise BadRequest(f'"input" {place} is empty. Give it some text, or leave it out.', "input")
+        if not isinstance(one, str) and not (min(one) >= 0 and max(one) < vocabulary):
+            message = f'"input" {place} holds a token id outside of 0 to {vocabulary - 1:,}.'
+            raise BadRequest(message, "input")
     return inputs
 
 
@@ -94,14 +104,12 @@ def write_body(
         shorter = vectors[:, : request.dimensions]
         norms = np.sqrt(np.square(shorter, dtype=np.float64).sum(axis=1, keepdims=True))
         vectors = (shorter / np.maximum(norms, 1e-12)).astype(np.float32)
-    data = [
-        {
-            "object": "embedding",
-            "index": place,
-            "embedding": base64.b64encode(vector.tobytes()).decode() if request.base64 else _floats(vector),
-        }
-        for place, vector in enumerate(vectors)
-    ]
+    written = (
+        [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        if request.base64
+        else _shortened(vectors)
+    )
+    data = [{"object": "embedding", "index": place, "embedding": one} for place, one in enumerate(written)]
     body: dict[str, Any] = {
         "object": "list",
         "data": data,
@@ -113,7 +121,17 @@ def write_body(
     return _encode(body)
 
 
-def _floats(vector: npt.NDArray[np.float32]) -> msgspec.Raw:
-    """Nine digits read back as the same float32; a double's repr would be half as long again."""
-    template = ",".join(["%.9g"] * len(vector))
-    return msgspec.Raw(f"[{template}]".encode() % tuple(vector.tolist()))
+def _shortened(vectors: npt.NDArray[np.float32]) -> list[list[float]]:
+    """Doubles that are written with nine digits at most and read back as the same float32.
+
+    A float32 as a double would be written with seventeen. A double that is nearest to a whole number
+    over a power of ten is written as just that, and both are exact here, up to 10^22.
+    """
+    exact = vectors.astype(np.float64)
+    with np.errstate(divide="ignore"):
+        after_point = np.clip(8 - np.floor(np.log10(np.abs(exact))), 0, len(_POWERS) - 1).astype(np.intp)
+    power = _POWERS[after_point]
+    short = np.rint(exact * power) / power
+    # Values below 10^-14 have fewer than nine digits left: they stay as they are.
+    kept: list[list[float]] = np.where(short.astype(np.float32) == vectors, short, exact).tolist()
+    return kept

@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import threading
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ from batchyard.engines.onnx.frames import (
     Counts,
     Drop,
     Job,
-    Refusal,
     Vectors,
     frame,
     read_to_child,
@@ -48,7 +49,6 @@ class _Task:
     remaining: int
     tokens: list[int]
     cut: list[int]
-    dropped: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -58,32 +58,43 @@ class _Text:
     place: int
 
 
-@dataclass(slots=True)
 class _Pool:
-    """Texts that wait, in order of arrival."""
+    """Texts that wait, in order of arrival.
 
-    texts: list[_Text] = field(default_factory=list)
-    ready: threading.Condition = field(default_factory=threading.Condition)
+    Args:
+        max_tokens: real tokens of a pack.
+        max_items: texts of a pack; None for no limit.
+    """
+
+    def __init__(self, max_tokens: int, max_items: int | None) -> None:
+        self._max_tokens = max_tokens
+        self._max_items = max_items
+        self._texts: list[_Text] = []
+        self._arrived = threading.Condition()
 
     def add(self, texts: list[_Text]) -> None:
-        with self.ready:
-            self.texts += texts
-            self.ready.notify_all()
+        with self._arrived:
+            self._texts += texts
+            self._arrived.notify_all()
 
-    def draw(self, max_tokens: int) -> list[_Text]:
+    def drop(self, task: _Task) -> None:
+        """Forget the texts of *task* that nobody has begun."""
+        with self._arrived:
+            self._texts = [text for text in self._texts if text.task is not task]
+
+    def draw(self) -> list[_Text]:
         """The next pack; waits for one."""
-        with self.ready:
-            while True:
-                self.texts = [text for text in self.texts if not text.task.dropped]
-                if self.texts:
-                    break
-                self.ready.wait()
-            window = self.texts[:_WINDOW]
-            chosen = draw_pack([len(text.ids) for text in window], max_tokens=max_tokens, max_lengths=GROUPS)
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._texts)
+            window = self._texts[:_WINDOW]
+            chosen = draw_pack(
+                [len(text.ids) for text in window],
+                max_tokens=self._max_tokens,
+                max_items=self._max_items,
+                max_lengths=GROUPS,
+            )
             taken = set(chosen)
-            self.texts = [text for place, text in enumerate(window) if place not in taken] + self.texts[
-                _WINDOW:
-            ]
+            self._texts[:_WINDOW] = [text for place, text in enumerate(window) if place not in taken]
             return [window[place] for place in chosen]
 
 
@@ -99,9 +110,9 @@ class _Tokenizer:
             raise ModelError(f"The tokenizer in {folder} is missing or damaged: {error}.") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
 
-    def ids(self, inputs: list[str | list[int]]) -> list[list[int]]:
+    def ids(self, inputs: Sequence[str | list[int]]) -> list[list[int]]:
         """Token ids of each input, special tokens included; given ids are taken as they are."""
         texts = [one for one in inputs if isinstance(one, str)]
         encoded = iter(self._tokenizer.encode_batch_fast(texts) if texts else ())
@@ -109,17 +120,19 @@ class _Tokenizer:
 
     def cut(self, ids: list[int]) -> list[int]:
         """*ids* as long as the model takes, with its last special token kept."""
-        return ids if len(ids) <= self._max_tokens else [*ids[: self._max_tokens - 1], ids[-1]]
+        return ids if len(ids) <= self.max_tokens else [*ids[: self.max_tokens - 1], ids[-1]]
 
 
 class _Server:
-    def __init__(self, encoder: Encoder, tokenizer: _Tokenizer, max_tokens: int) -> None:
+    def __init__(self, encoder: Encoder, tokenizer: _Tokenizer, pool: _Pool, output: int) -> None:
         self._encoder = encoder
         self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
-        self._pool = _Pool()
+        self._pool = pool
+        self._output = output
+        #: By job; a task that was dropped is in here no more.
         self._tasks: dict[int, _Task] = {}
-        self._writing = threading.Lock()
+        #: Guards `_tasks`, what is left of each, and the output.
+        self._lock = threading.Lock()
 
     def serve(self, workers: int) -> None:
         """Read jobs until the parent is gone."""
@@ -130,47 +143,48 @@ class _Server:
                 case Job():
                     self._take(message)
                 case Drop(id=job):
-                    task = self._tasks.get(job)
+                    with self._lock:
+                        task = self._tasks.pop(job, None)
                     if task is not None:
-                        task.dropped = True
+                        self._pool.drop(task)
                 case Count():
-                    counts = [len(ids) for ids in self._tokenizer.ids(message.inputs)]
-                    self._say(Counts(message.id, counts))
-        os._exit(0)
+                    counts = [len(ids) for ids in self._tokenizer.ids(message.texts)]
+                    with self._lock:
+                        write_all(self._output, frame(Counts(message.id, counts)))
 
     def _take(self, job: Job) -> None:
         shape = self._encoder.shape
         found = self._tokenizer.ids(job.inputs)
-        for place, ids in enumerate(found):
-            if not ids or min(ids) < 0 or max(ids) >= shape.vocabulary:
-                self._say(Refusal(job.id, f"Input {place} holds token ids that the model does not know."))
-                return
-        cut = [place for place, ids in enumerate(found) if len(ids) > shape.max_tokens]
-        short = [self._tokenizer.cut(ids) for ids in found]
-        vectors = np.empty((len(short), shape.hidden), dtype=np.float32)
-        task = _Task(job.id, vectors, len(short), [len(ids) for ids in short], cut)
-        self._tasks[job.id] = task
-        self._pool.add([_Text(np.array(ids, dtype=np.int64), task, place) for place, ids in enumerate(short)])
+        cut = [place for place, ids in enumerate(found) if len(ids) > self._tokenizer.max_tokens]
+        texts = [np.array(self._tokenizer.cut(ids), dtype=np.int64) for ids in found]
+        vectors = np.empty((len(texts), shape.hidden), dtype=np.float32)
+        task = _Task(job.id, vectors, len(texts), [len(ids) for ids in texts], cut)
+        with self._lock:
+            self._tasks[job.id] = task
+        self._pool.add([_Text(ids, task, place) for place, ids in enumerate(texts)])
 
     def _compute(self) -> None:
-        while True:
-            pack = self._pool.draw(self._max_tokens)
-            vectors = self._encoder.run([text.ids for text in pack])
-            done = []
-            with self._writing:
+        try:
+            while True:
+                pack = self._pool.draw()
+                vectors = self._encoder.run([text.ids for text in pack])
                 for text, vector in zip(pack, vectors, strict=True):
                     text.task.vectors[text.place] = vector
-                    text.task.remaining -= 1
-                    if not text.task.remaining:
-                        done.append(text.task)
-            for task in done:
-                del self._tasks[task.id]
-                self._say(Vectors(task.id, task.vectors.tobytes(), task.tokens, task.cut))
+                with self._lock:
+                    self._finish(pack)
+        except Exception:  # noqa: BLE001 - whatever it was: a thread that ended alone would leave its texts waiting
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # the parent starts another one
 
-    def _say(self, message: Vectors | Counts | Refusal) -> None:
-        data = frame(message)
-        with self._writing:
-            write_all(1, data)
+    def _finish(self, pack: list[_Text]) -> None:
+        """Say the vectors of the tasks that *pack* ended."""
+        for text in pack:
+            task = text.task
+            task.remaining -= 1
+            if not task.remaining and self._tasks.pop(task.id, None) is not None:
+                vectors = Vectors(task.id, task.vectors.tobytes(), task.tokens, task.cut)
+                write_all(self._output, frame(vectors))
 
 
 def main() -> None:
@@ -179,7 +193,9 @@ def main() -> None:
     folder = Path(options["folder"])
     try:
         encoder = Encoder(folder, options["precision"], Path(options["cache"]))
-        tokenizer = _Tokenizer(folder, encoder.shape.max_tokens)
+        wanted = options["max_input_tokens"]
+        max_tokens = encoder.shape.max_tokens if wanted is None else min(wanted, encoder.shape.positions)
+        tokenizer = _Tokenizer(folder, max_tokens)
     except ModelError as error:
         say_error(str(error))
         return
@@ -188,10 +204,17 @@ def main() -> None:
     say_ready(
         invariant=invariant,
         hidden=shape.hidden,
-        max_tokens=shape.max_tokens,
+        vocabulary=shape.vocabulary,
+        max_tokens=max_tokens,
         dimensions=list(shape.dimensions),
     )
-    _Server(encoder, tokenizer, options["max_tokens"]).serve(options["workers"])
+    # From here on frames go out on a handle of their own, and what a library prints goes to the log.
+    output = os.dup(1)
+    os.dup2(2, 1)
+    # Where company would change a vector, each text is computed alone.
+    pool = _Pool(options["pack_tokens"], None if invariant else 1)
+    _Server(encoder, tokenizer, pool, output).serve(options["workers"])
+    os._exit(0)
 
 
 if __name__ == "__main__":

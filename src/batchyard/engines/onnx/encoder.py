@@ -42,7 +42,6 @@ class Encoder:
     def __init__(self, folder: Path, precision: Precision, cache: Path, *, threads: int = 1) -> None:
         self.shape: Shape = read_shape(folder)
         weights = Weights(folder / "model.safetensors")
-        path = cached_graph(weights, self.shape, precision, cache)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -51,12 +50,18 @@ class Encoder:
         options.enable_mem_pattern = False
         # Higher levels would put the slow SkipLayerNormalization in.
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        try:
-            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            # A graph that was damaged in the cache must not fail for ever.
-            path.unlink(missing_ok=True)
-            raise ModelError(f"ONNX Runtime cannot load the model in {folder}: {error}.") from error
+        for attempt in range(2):
+            path = cached_graph(weights, self.shape, precision, cache)
+            try:
+                self._session = onnxruntime.InferenceSession(
+                    path, options, providers=["CPUExecutionProvider"]
+                )
+                break
+            except Exception as error:
+                # The file may have been damaged in the cache: the second attempt writes it again.
+                path.unlink(missing_ok=True)
+                if attempt:
+                    raise ModelError(f"ONNX Runtime cannot load the model in {folder}: {error}.") from error
 
     def run(self, texts: Sequence[npt.NDArray[np.int64]]) -> FloatArray:
         """Vectors of unit length for *texts*, `[texts, width]`, in the order given.

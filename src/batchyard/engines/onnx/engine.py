@@ -25,7 +25,6 @@ from batchyard.engines.onnx.frames import (
     Drop,
     FromChild,
     Job,
-    Refusal,
     ToChild,
     Vectors,
     frame,
@@ -49,6 +48,8 @@ class OnnxEngine:
         precision: `fp32`, or `int8` with a scale for each row, which is faster and nearly as exact.
         workers: threads that compute, one pack each; None for one a core.
         pack_tokens: real tokens in a pack.
+        max_input_tokens: longer texts are cut to this; None for what the model was made for. Never more than
+            the model has positions for.
     """
 
     name = "onnx"
@@ -60,6 +61,7 @@ class OnnxEngine:
         precision: Precision = "fp32",
         workers: int | None = None,
         pack_tokens: int = _PACK_TOKENS,
+        max_input_tokens: int | None = None,
         events: EventBus | None = None,
         clock: Clock | None = None,
         restart: RestartPolicy | None = None,
@@ -69,6 +71,7 @@ class OnnxEngine:
         self._precision = precision
         self._workers = workers or len(os.sched_getaffinity(0))
         self._pack_tokens = pack_tokens
+        self._max_input_tokens = max_input_tokens
         self._events = events or EventBus()
         self._clock = clock or SystemClock()
         self._restart = restart or RestartPolicy()
@@ -80,7 +83,7 @@ class OnnxEngine:
         self._waiting: dict[int, asyncio.Future[FromChild | None]] = {}
         self._numbers = itertools.count()
         self._folder = ""
-        self._width = 0
+        self._width = self._vocabulary = 0
         self._max_tokens: int | None = None
         self._dimensions: tuple[int, ...] = ()
         #: Whether the self-test found the vectors the same in every company.
@@ -97,9 +100,8 @@ class OnnxEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            endpoints=frozenset({Endpoint.EMBEDDINGS}), max_batch=64, slots=4, context_tokens=self._max_tokens
-        )
+        # Texts of any length are taken: what is too long is cut, and the answer says so.
+        return Capabilities(endpoints=frozenset({Endpoint.EMBEDDINGS}), max_batch=64, slots=4)
 
     async def start(self) -> None:
         if self._reader is not None:
@@ -140,7 +142,26 @@ class OnnxEngine:
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
         await self._ready()
-        return [await self._count(request) for request in requests]
+        counts: list[int | None] = [None] * len(requests)
+        owners: list[int] = []
+        texts: list[str] = []
+        for place, request in enumerate(requests):
+            try:
+                inputs = self._read(request).inputs
+            except BadRequest:
+                continue
+            counts[place] = sum(len(one) for one in inputs if not isinstance(one, str))
+            here = [one for one in inputs if isinstance(one, str)]
+            texts += here
+            owners += [place] * len(here)
+        if not texts:
+            return counts
+        answer = await self._ask(Count(next(self._numbers), texts))
+        if not isinstance(answer, Counts):
+            return [None] * len(requests)
+        for place, tokens in zip(owners, answer.tokens, strict=True):
+            counts[place] = (counts[place] or 0) + tokens
+        return counts
 
     async def close(self) -> None:
         self._broken = self._broken or EngineError("The engine onnx is closed.")
@@ -162,16 +183,21 @@ class OnnxEngine:
             "precision": self._precision,
             "cache": str(cache_folder() / "graphs"),
             "workers": self._workers,
-            "max_tokens": self._pack_tokens,
+            "pack_tokens": self._pack_tokens,
+            "max_input_tokens": self._max_input_tokens,
         }
         child = ChildProcess("batchyard.engines.onnx.child", [json.dumps(options)], name="onnx")
         ready = await child.start()
         self._child = child
         self._width, self._max_tokens = ready["hidden"], ready["max_tokens"]
+        self._vocabulary = ready["vocabulary"]
         self._dimensions = tuple(ready["dimensions"])
         self.batch_invariant = ready["invariant"]
         if not self.batch_invariant:
-            message = "On this machine the vectors of the engine onnx depend on what is computed along."
+            message = (
+                "On this machine texts that are computed together change each other's vectors, "
+                "so the engine onnx computes each text alone. That is slower."
+            )
             self._tell("engine.not_invariant", message)
         self._up.set()
 
@@ -224,6 +250,8 @@ class OnnxEngine:
 
     async def _ask(self, message: Job | Count) -> FromChild | None:
         """The child's answer to *message*; None when it died."""
+        if not self._up.is_set():
+            return None
         future: asyncio.Future[FromChild | None] = asyncio.get_running_loop().create_future()
         self._waiting[message.id] = future
         try:
@@ -249,7 +277,9 @@ class OnnxEngine:
     def _read(self, request: Request) -> EmbeddingRequest:
         if request.endpoint is not Endpoint.EMBEDDINGS:
             raise BadRequest(f"The engine onnx does not answer {request.endpoint}.")
-        return read_body(request.body, self._width, self._dimensions)
+        return read_body(
+            request.body, width=self._width, dimensions=self._dimensions, vocabulary=self._vocabulary
+        )
 
     def _outcome(self, asked: EmbeddingRequest, answer: FromChild | None) -> Outcome:
         match answer:
@@ -264,18 +294,8 @@ class OnnxEngine:
                         f"{self._max_tokens} tokens and were embedded in part.",
                     )
                 return Answer(200, body, Usage(tokens))
-            case Refusal():
-                return _refused(answer.message, "input")
             case _:
                 return _DIED
-
-    async def _count(self, request: Request) -> int | None:
-        try:
-            asked = self._read(request)
-        except BadRequest:
-            return None
-        answer = await self._ask(Count(next(self._numbers), asked.inputs))
-        return sum(answer.tokens) if isinstance(answer, Counts) else None
 
 
 def _refused(message: str, param: str | None) -> Answer:

@@ -29,10 +29,10 @@ class Drop(msgspec.Struct, tag="drop"):
 
 
 class Count(msgspec.Struct, tag="count"):
-    """Parent to child: how many tokens has each input?"""
+    """Parent to child: how many tokens has each text?"""
 
     id: int
-    inputs: list[str | list[int]]
+    texts: list[str]
 
 
 class Vectors(msgspec.Struct, tag="vectors"):
@@ -47,21 +47,14 @@ class Vectors(msgspec.Struct, tag="vectors"):
 
 
 class Counts(msgspec.Struct, tag="counts"):
-    """Child to parent: tokens of each input, before any cut."""
+    """Child to parent: tokens of each text, special tokens included, before any cut."""
 
     id: int
     tokens: list[int]
 
 
-class Refusal(msgspec.Struct, tag="refusal"):
-    """Child to parent: a job that cannot be computed, for the fault of its input."""
-
-    id: int
-    message: str
-
-
 ToChild = Job | Drop | Count
-FromChild = Vectors | Counts | Refusal
+FromChild = Vectors | Counts
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_child = msgspec.msgpack.Decoder(ToChild).decode

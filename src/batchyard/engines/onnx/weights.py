@@ -48,13 +48,13 @@ class Weights:
         header_bytes = int.from_bytes(self._bytes[:8], "little")
         if size < 8 or header_bytes > min(_HEADER_CAP, size - 8):
             raise ModelError(
-                f"The model's weights {path} are cut short or no safetensors file. Fetch them again."
+                f"The model's weights {path} are cut short or damaged. Fetch them again."
             )
         try:
             header = json.loads(self._bytes[8 : 8 + header_bytes])
         except (ValueError, RecursionError) as error:
             raise ModelError(
-                f"The model's weights {path} have a damaged header. Fetch them again."
+                f"The model's weights {path} are damaged. Fetch them again."
             ) from error
         self._start = 8 + header_bytes
         self._tensors: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
@@ -122,15 +122,15 @@ class Shape:
     heads: int
     hidden: int
     vocabulary: int
-    #: The longest input, special tokens included.
+    #: The longest input that the model was made for, special tokens included.
     max_tokens: int
+    #: The longest input that it can take at all.
+    positions: int
     layer_norm_eps: float
     #: `gelu` (exact) or `relu`.
     activation: str
     #: `mean` or `cls`.
     pooling: str
-    #: Added to each position; RoBERTa starts at its padding id + 1.
-    first_position: int = 0
     #: Lengths that vectors may be cut to (Matryoshka training); empty where the model was not trained so.
     dimensions: tuple[int, ...] = ()
 
@@ -175,6 +175,7 @@ def read_shape(folder: Path) -> Shape:
             hidden=int(config["hidden_size"]),
             vocabulary=int(config["vocab_size"]),
             max_tokens=min(positions, int(sentence.get("max_seq_length") or positions)),
+            positions=positions,
             layer_norm_eps=float(config.get("layer_norm_eps", 1e-12)),
             activation=activation,
             pooling=pooled,
