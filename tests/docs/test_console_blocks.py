@@ -59,6 +59,7 @@ def test_every_option_that_is_shown_exists(page):
         assert given <= known, f"{page.name}: {given - known}"
 
 
+@pytest.mark.source
 def test_the_two_main_commands_are_in_the_readme_and_the_makefile():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
