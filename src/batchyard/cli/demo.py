@@ -17,7 +17,8 @@ from rich.markup import escape
 
 from batchyard.batching.packing import padding_ratio
 from batchyard.cli.engines import EngineChoice
-from batchyard.cli.job import JobOptions, run_job
+from batchyard.cli.job import run_job
+from batchyard.cli.options import JobOptions
 from batchyard.cli.report import ExitCode
 from batchyard.service.intake.rows import RowPlan
 from batchyard.service.join import Order

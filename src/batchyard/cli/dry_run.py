@@ -6,11 +6,11 @@ import asyncio
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from batchyard.cli.engines import EngineChoice, build_engine
+from batchyard.cli.options import JobOptions
 from batchyard.cli.prepare import Prepared, rules_for
 from batchyard.cli.progress import duration
 from batchyard.cli.report import ExitCode, Report
@@ -21,9 +21,6 @@ from batchyard.planning.estimate import Figure, Price, Source, cost, total_of_sa
 from batchyard.service.intake.chunk import read_requests
 from batchyard.service.intake.registration import Registration, register
 from batchyard.types import Endpoint, Request
-
-if TYPE_CHECKING:
-    from batchyard.cli.job import JobOptions
 
 #: Requests whose tokens are counted; the rest is estimated from them.
 _SAMPLE = 500

@@ -9,13 +9,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from batchyard.cli.dry_run import dry_run
 from batchyard.cli.engines import EngineChoice, build_engine, choose_engine, concurrency_of
+from batchyard.cli.options import JobOptions
 from batchyard.cli.prepare import Prepared, prepare, rules_for
 from batchyard.cli.progress import Snapshot
 from batchyard.cli.report import ExitCode, Report
@@ -30,54 +32,14 @@ from batchyard.errors import (
     UsageError,
 )
 from batchyard.events import EventBus
-from batchyard.scheduling.canary import CanaryPolicy
 from batchyard.service.batches import BatchService, ended
-from batchyard.service.intake.rows import RowPlan
-from batchyard.service.join import Joined, Order
+from batchyard.service.join import Joined
 from batchyard.service.worker import Stop, Worker, WorkPlan
 from batchyard.stores.protocol import BatchRecord
 
 #: Files that a run needs open besides one connection for each dispatch in flight.
 _SPARE_FILES = 128
 _REFRESH_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class JobOptions:
-    """What the user asked for."""
-
-    source: Path
-    output: Path
-    errors: Path | None
-    choice: EngineChoice
-    rows: RowPlan | None
-    row_options_given: bool
-    limit: int | None
-    order: Order
-    deadline_s: float | None
-    canary: CanaryPolicy | None
-    dry_run: bool
-    prices: str | None
-    restart: bool
-    json_events: bool
-
-    @property
-    def error_path(self) -> Path:
-        """Where failed requests go."""
-        return self.errors or self.output.with_name(self.output.stem + ".errors.jsonl")
-
-    @property
-    def state_path(self) -> Path:
-        """The state folder, beside the output."""
-        return self.output.with_name(self.output.name + ".batchyard")
-
-    @property
-    def partial_paths(self) -> tuple[Path, Path]:
-        """Where the results so far go when a run stops early."""
-        return (
-            self.output.with_name(self.output.name + ".partial"),
-            self.error_path.with_name(self.error_path.name + ".partial"),
-        )
 
 
 def run_job(make_options: Callable[[], JobOptions]) -> int:
@@ -115,8 +77,6 @@ class Job:
         name = choose_engine(chosen.engine or None, chosen.model, chosen.base_url, prepared.endpoint)
         choice = replace(chosen, engine=name)
         if options.dry_run:
-            from batchyard.cli.dry_run import dry_run  # noqa: PLC0415 - only this path needs planning
-
             return dry_run(options, prepared, choice, self.events, self.report)
         with BatchService(options.state_path, events=self.events) as service:
             return self._run(service, prepared, choice)

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from batchyard.cli.engines import EngineChoice
-from batchyard.cli.job import JobOptions, run_job
+from batchyard.cli.job import run_job
+from batchyard.cli.options import JobOptions
 from batchyard.cli.values import canary_policy, duration_s, json_object
 from batchyard.service.intake.rows import RowPlan
 from batchyard.service.join import Order

@@ -1,0 +1,49 @@
+"""Floor 9. What the user of `batchyard run` asked for, after the words were understood."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchyard.cli.engines import EngineChoice
+from batchyard.scheduling.canary import CanaryPolicy
+from batchyard.service.intake.rows import RowPlan
+from batchyard.service.join import Order
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """What the user asked for."""
+
+    source: Path
+    output: Path
+    errors: Path | None
+    choice: EngineChoice
+    rows: RowPlan | None
+    row_options_given: bool
+    limit: int | None
+    order: Order
+    deadline_s: float | None
+    canary: CanaryPolicy | None
+    dry_run: bool
+    prices: str | None
+    restart: bool
+    json_events: bool
+
+    @property
+    def error_path(self) -> Path:
+        """Where failed requests go."""
+        return self.errors or self.output.with_name(self.output.stem + ".errors.jsonl")
+
+    @property
+    def state_path(self) -> Path:
+        """The state folder, beside the output."""
+        return self.output.with_name(self.output.name + ".batchyard")
+
+    @property
+    def partial_paths(self) -> tuple[Path, Path]:
+        """Where the results so far go when a run stops early."""
+        return (
+            self.output.with_name(self.output.name + ".partial"),
+            self.error_path.with_name(self.error_path.name + ".partial"),
+        )
