@@ -8,8 +8,6 @@ task and no timer per request. What a fault means is decided in `scheduling`, no
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,14 +20,15 @@ from batchyard.clock import Clock
 from batchyard.engines.protocol import Engine
 from batchyard.errors import BatchyardError, EngineError, StorageFull
 from batchyard.events import Event, EventBus
-from batchyard.scheduling.breaker import Breaker, BreakerPolicy
+from batchyard.scheduling.breaker import BreakerPolicy
 from batchyard.scheduling.canary import Canary, CanaryPolicy
-from batchyard.scheduling.retry import GiveUp, Retry, RetryPolicy, decide
+from batchyard.scheduling.retry import RetryPolicy
 from batchyard.service.chunk_run import ChunkRun, WorkItem
 from batchyard.service.lines import LineWriter
+from batchyard.service.pacing import Pacing, Verdict
 from batchyard.stores.protocol import ChunkProgress, ChunkRecord, Counts, Store
 from batchyard.stores.segments import SegmentFolder
-from batchyard.types import Answer, Fault, FaultKind, Outcome, Usage
+from batchyard.types import Answer, Fault, Outcome, Usage
 
 T = TypeVar("T")
 
@@ -72,10 +71,6 @@ class Progress:
     usage_cached: int = 0
     running: int = 0
     retries: int = 0
-    #: Requests that wait for their next attempt.
-    waiting_retry: int = 0
-    #: What the worker waits for, in words; None while it works.
-    note: str | None = None
 
     @property
     def usage(self) -> Usage:
@@ -125,15 +120,12 @@ class Worker:
         self._owner = owner
         self._clock = clock
         self._events = events
-        self._rng = rng or random.Random()
+        self._pacing = Pacing(plan.retry, plan.breaker, rng or random.Random(), self._on_wake)
         self._lines = LineWriter(batch_id)
         self._canary = Canary(plan.canary, total) if plan.canary else None
-        self._breaker = Breaker(plan.breaker)
         self._max_batch = engine.capabilities.max_batch
         self._low_water = 2 * plan.concurrency * self._max_batch
         self._queue: deque[WorkItem] = deque()
-        self._later: list[tuple[float, int, WorkItem]] = []
-        self._later_order = itertools.count()
         self._parked: deque[asyncio.Future[None]] = deque()
         self._runs: dict[int, ChunkRun] = {}
         self._finished: list[ChunkRun] = []
@@ -142,15 +134,22 @@ class Worker:
         self._dispatching: set[asyncio.Task[None]] = set()
         self._closing: _Closing | None = None
         self._exhausted = False
-        self._hold_until = 0.0
-        self._wake_timer: asyncio.TimerHandle | None = None
-        self._wake_due = 0.0
 
     def __repr__(self) -> str:
         return (
             f"<Worker {self._owner} [{self.progress.running} running, {len(self._queue)} queued, "
-            f"{len(self._later)} waiting to retry, {len(self._runs)} chunks held]>"
+            f"{self.waiting_retry} waiting to retry, {len(self._runs)} chunks held]>"
         )
+
+    @property
+    def waiting_retry(self) -> int:
+        """Requests that wait for their next attempt."""
+        return self._pacing.waiting
+
+    @property
+    def note(self) -> str | None:
+        """What the worker waits for, in words; None while it works."""
+        return self._pacing.note
 
     # --- the life of a worker -------------------------------------------------------------------
 
@@ -182,10 +181,7 @@ class Worker:
         self._closing = _Closing(code, message)
         for lane in self._dispatching:
             lane.cancel()
-        for _, _, item in self._later:
-            self._queue.append(item)
-        self._later.clear()
-        self.progress.waiting_retry = 0
+        self._queue.extend(self._pacing.drain())
         self._wake_all()
 
     def continue_from(self, done: Counts) -> None:
@@ -194,8 +190,7 @@ class Worker:
 
     async def _finish(self, tasks: list[asyncio.Task[None]], stop: Stop | None) -> Stop | None:
         await _cancel(tasks)
-        if self._wake_timer is not None:
-            self._wake_timer.cancel()
+        self._pacing.close()
         try:
             await self._save()
             await self._in_keeper(self._let_go)
@@ -318,9 +313,7 @@ class Worker:
             return []
         count = min(self._max_batch, len(queue))
         if self._closing is None:
-            now = self._loop.time()
-            if now < self._hold_until or not self._breaker.may_dispatch(now):
-                self._wake_at(max(self._hold_until, self._breaker.next_try_at(now)))
+            if not self._pacing.may_dispatch():
                 return []
             if self._canary is not None and not self._canary.decided:
                 count = min(count, self._canary.may_start or 0)
@@ -337,8 +330,7 @@ class Worker:
     def _settle(self, items: Sequence[WorkItem], outcomes: Sequence[Outcome]) -> None:
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Answer):
-                if self._breaker.troubled:
-                    self._recovered()
+                self._pacing.answered()
                 line = self._lines.answered(item.request, outcome)
                 kind = None if outcome.succeeded else f"HTTP {outcome.status_code}"
                 self._record(item, kind, outcome.usage, line)
@@ -397,69 +389,25 @@ class Worker:
         elif canary.decided:
             self._wake_all()
 
-    # --- faults: retry later, hold, or give up --------------------------------------------------
-
     def _faulted(self, item: WorkItem, fault: Fault) -> None:
-        now = self._loop.time()
         if self._canary is not None:
             self._canary.put_back()
-        if fault.kind is FaultKind.UNREACHABLE:
-            # Nothing was sent, so the request keeps its attempts; the breaker decides when to try again.
-            self._breaker.unreachable(now)
+        verdict = self._pacing.faulted(item, fault)
+        if verdict is Verdict.GIVE_UP:
+            if self._canary is not None:
+                self._canary.start(1)
+            line = self._lines.gave_up(item.request, fault, item.attempts)
+            kind = fault.kind.value if fault.status_code is None else f"HTTP {fault.status_code}"
+            self._record(item, kind, Usage(), line)
+        elif verdict is Verdict.LATER:
+            self.progress.retries += 1
+        else:
             self._queue.appendleft(item)
-            if self._breaker.gives_up(now):
+            if verdict is Verdict.STOP:
                 self.stop("unreachable", f"{fault.message} Nothing is lost: resume when it is back.")
-                return
-            self.progress.note = fault.message
-            self._wake_at(self._breaker.next_try_at(now))
-            return
-        if self._breaker.troubled:
-            self._recovered()
-        if item.first_tried_at is None:
-            item.first_tried_at = now
-        item.attempts += 1
-        decision = decide(fault, item.attempts, now - item.first_tried_at, self._plan.retry, self._rng)
-        match decision:
-            case Retry(delay_s):
-                self.progress.retries += 1
-                self.progress.waiting_retry += 1
-                heapq.heappush(self._later, (now + delay_s, next(self._later_order), item))
-                if fault.kind is FaultKind.RATE_LIMITED and fault.retry_after_s:
-                    # The upstream named a time for everybody, not for this request only.
-                    self._hold_until = max(self._hold_until, now + delay_s)
-                    self.progress.note = fault.message
-                self._wake_at(now + delay_s)
-            case GiveUp():
-                line = self._lines.gave_up(item.request, fault, item.attempts)
-                kind = fault.kind.value if fault.status_code is None else f"HTTP {fault.status_code}"
-                if self._canary is not None:
-                    self._canary.start(1)
-                self._record(item, kind, Usage(), line)
-
-    def _recovered(self) -> None:
-        self._breaker.reached()
-        self.progress.note = None
-        self._wake_all()
-
-    def _wake_at(self, when: float) -> None:
-        """Wake the lanes at *when*, on the loop's clock, if nothing wakes them before."""
-        if self._wake_timer is not None:
-            if self._wake_due <= when:
-                return
-            self._wake_timer.cancel()
-        self._wake_due = when
-        self._wake_timer = self._loop.call_at(when, self._on_wake)
 
     def _on_wake(self) -> None:
-        now = self._loop.time()
-        self._wake_timer = None
-        while self._later and self._later[0][0] <= now:
-            self._queue.appendleft(heapq.heappop(self._later)[2])
-            self.progress.waiting_retry -= 1
-        if self._later:
-            self._wake_at(self._later[0][0])
-        if now >= self._hold_until and not self._breaker.troubled:
-            self.progress.note = None
+        self._queue.extendleft(self._pacing.due())
         self._wake_all()
 
     def _wake_all(self) -> None:
