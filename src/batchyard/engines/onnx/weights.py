@@ -47,15 +47,11 @@ class Weights:
         size = len(self._bytes)
         header_bytes = int.from_bytes(self._bytes[:8], "little")
         if size < 8 or header_bytes > min(_HEADER_CAP, size - 8):
-            raise ModelError(
-                f"The model's weights {path} are cut short or damaged. Fetch them again."
-            )
+            raise ModelError(f"The model's weights {path} are cut short or damaged. Fetch them again.")
         try:
             header = json.loads(self._bytes[8 : 8 + header_bytes])
         except (ValueError, RecursionError) as error:
-            raise ModelError(
-                f"The model's weights {path} are damaged. Fetch them again."
-            ) from error
+            raise ModelError(f"The model's weights {path} are damaged. Fetch them again.") from error
         self._start = 8 + header_bytes
         self._tensors: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
         end_of_data = 0

@@ -1,0 +1,135 @@
+"""Floor 1. Which of those that wait ride in the next dispatch, within the limits.
+
+Pure: takes a line, limits and `now`, returns the entries drawn. The first in line always rides; later
+ones ride where they fit, so a large item that does not fit leads a later dispatch and is never passed
+over for good. An item never overtakes another of the same tier and the same or lower cost: once one was
+skipped, nothing that costs as much can fit.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from batchyard.batching.latency import LatencyCurve
+from batchyard.batching.queue import Entry, Line
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one dispatch may carry."""
+
+    max_items: int
+    max_cost: float = math.inf
+    #: Whether a dispatch costs `max(cost) * n` rather than `sum(cost)`.
+    padded: bool = False
+    #: Sizes that the function takes, ascending; empty for any size.
+    sizes: tuple[int, ...] = ()
+    #: How many entries that do not fit are looked past before the dispatch is closed.
+    lookahead: int = 32
+
+    def size_of(self, n: int) -> int:
+        """The size that *n* items are padded to."""
+        return self.sizes[bisect_left(self.sizes, n)] if self.sizes else n
+
+    def cost_of(self, n: int, total: float, largest: float, smallest: float) -> float:
+        """Cost of *n* items, padding to an allowed size included (it repeats the smallest item)."""
+        size = self.size_of(n)
+        return largest * size if self.padded else total + (size - n) * smallest
+
+    def cost_alone(self, cost: float) -> float:
+        """What a dispatch of one item costs."""
+        return self.cost_of(1, cost, cost, cost)
+
+
+@dataclass(slots=True)
+class Drawn:
+    """The entries of one dispatch."""
+
+    entries: list[Entry]
+    #: Cost of the dispatch as the function sees it, padding included.
+    cost: float
+    #: `full`, `budget`, `deadline` (one more would have made somebody late) or `free`.
+    reason: str
+    #: Entries whose deadline cannot be met any more, taken out unserved.
+    late: list[Entry]
+
+
+def draw(line: Line, limits: Limits, item_limit: int, now: float, curve: LatencyCurve | None) -> Drawn:
+    """Draw the next dispatch from *line*.
+
+    At most *item_limit* items ride. Where a *curve* is given, an entry that would be late even alone is
+    dropped, and the dispatch grows only while nobody aboard becomes late by it.
+    """
+    if limits.max_cost == math.inf and curve is None:
+        return _draw_by_count(line, limits, item_limit, now)
+    entries: list[Entry] = []
+    skipped: list[Entry] = []
+    late: list[Entry] = []
+    total = largest = dispatch_cost = 0.0
+    smallest = first_due = math.inf
+    reason = "free"
+    max_cost = limits.max_cost
+    pop = line.pop
+    while len(entries) < item_limit:
+        entry = pop()
+        if entry is None:
+            break
+        if entry.hard and entry.due <= now:
+            late.append(entry)
+            continue
+        cost = entry.cost
+        low = min(smallest, cost)
+        high = max(largest, cost)
+        n = len(entries) + 1
+        new_cost = limits.cost_of(n, total + cost, high, low)
+        fits = new_cost <= max_cost or n == 1
+        if curve is not None and fits:
+            if entry.hard and now + curve.predict_s(limits.size_of(1), limits.cost_alone(cost)) > entry.due:
+                late.append(entry)
+                continue
+            due = entry.due if entry.hard else math.inf
+            due = min(first_due, due)
+            fits = n == 1 or now + curve.predict_s(limits.size_of(n), new_cost) <= due
+            if fits:
+                first_due = due
+            else:
+                reason = "deadline"
+        elif not fits:
+            reason = "budget"
+        if not fits:
+            skipped.append(entry)
+            if len(skipped) > limits.lookahead:
+                break
+            continue
+        entries.append(entry)
+        total += cost
+        largest, smallest, dispatch_cost = high, low, new_cost
+    else:
+        reason = "full"
+    line.put_back(skipped)
+    for entry in (*entries, *late):
+        line.leave(entry)
+    return Drawn(entries, dispatch_cost, reason, late)
+
+
+def _draw_by_count(line: Line, limits: Limits, item_limit: int, now: float) -> Drawn:
+    entries: list[Entry] = []
+    late: list[Entry] = []
+    total = largest = 0.0
+    smallest = math.inf
+    while len(entries) < item_limit and (entry := line.pop()) is not None:
+        if entry.hard and entry.due <= now:
+            late.append(entry)
+            line.leave(entry)
+            continue
+        entries.append(entry)
+        line.leave(entry)
+        cost = entry.cost
+        total += cost
+        largest = max(largest, cost)
+        smallest = min(smallest, cost)
+    n = len(entries)
+    cost = limits.cost_of(n, total, largest, smallest) if total else 0.0
+    return Drawn(entries, cost, "full" if n >= item_limit else "free", late)
