@@ -1,4 +1,4 @@
-"""The embedding engine: right vectors, the same bits in every company, clear refusals, back after a kill."""
+"""The embedding engine with its real model: right vectors, the same bits in every company, back after a kill."""
 
 import asyncio
 import base64
@@ -12,7 +12,6 @@ import pytest
 
 from batchyard.engines.models import resolve
 from batchyard.engines.onnx import OnnxEngine
-from batchyard.engines.onnx.bodies import BadRequest, read_body
 from batchyard.engines.onnx.encoder import Encoder
 from batchyard.errors import ModelError
 from batchyard.events import EventBus
@@ -203,34 +202,3 @@ async def test_damaged_weights_are_one_clear_sentence(tmp_path):
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         await made.start()
     await made.close()
-
-
-async def test_a_folder_without_a_model_is_told(tmp_path):
-    made = OnnxEngine(str(tmp_path))
-    with pytest.raises(ModelError, match=r"config\.json"):
-        await made.start()
-    await made.close()
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"input": []}, "empty list"),
-        ({"input": ""}, '"input" 0 is empty'),
-        ({"input": ["a", ""]}, '"input" 1 is empty'),
-        ({"input": ["a", 5]}, "mixes"),
-        ({"input": ["a"] * 2049}, "2,049 texts"),
-        ({"input": {"a": 1}}, "not an embedding request"),
-        ({}, "not an embedding request"),
-        ({"input": "a", "dimensions": 100}, "no vectors of 100 dimensions. It has: 384"),
-        ({"input": "a", "encoding_format": "hex"}, "not an embedding request"),
-    ],
-)
-def test_bad_bodies_are_refused_with_the_reason(body, message):
-    with pytest.raises(BadRequest, match=message):
-        read_body(json.dumps(body).encode(), 384, ())
-
-
-def test_dimensions_that_the_model_was_trained_for_are_taken():
-    assert read_body(b'{"input":"a","dimensions":64}', 384, (64, 128)).dimensions == 64
-    assert read_body(b'{"input":"a","dimensions":384}', 384, ()).dimensions is None
