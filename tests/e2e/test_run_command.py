@@ -242,6 +242,18 @@ def test_the_same_command_again_tells_that_it_has_ended(batchyard):
     assert Path("in.results.jsonl").read_bytes() == before
 
 
+def test_a_damaged_state_is_told_and_a_restart_gets_over_it(batchyard):
+    write(request())
+    assert batchyard("in.jsonl", *ECHO)[0] == 0
+    for path in Path("in.results.jsonl.batchyard").glob("state.db*"):
+        path.write_bytes(b"certainly no database" * 200)
+    code, _, complained = batchyard("in.jsonl", *ECHO)
+    assert code == 2
+    assert "damaged or no database" in complained
+    assert batchyard("in.jsonl", "--restart", *ECHO)[0] == 0
+    assert len(results()) == 1
+
+
 def test_other_options_do_not_resume_a_run(batchyard):
     write(request())
     batchyard("in.jsonl", *ECHO)

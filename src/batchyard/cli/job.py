@@ -78,13 +78,12 @@ class Job:
         choice = replace(chosen, engine=name)
         if options.dry_run:
             return dry_run(options, prepared, choice, self.events, self.report)
-        with BatchService(options.state_path, events=self.events) as service:
+        with BatchService(options.state_path, fresh=options.restart, events=self.events) as service:
             return self._run(service, prepared, choice)
 
     def _run(self, service: BatchService, prepared: Prepared, choice: EngineChoice) -> int:
         options = self.options
         if options.restart:
-            service.clear()
             for path in (options.output, options.error_path, *options.partial_paths):
                 path.unlink(missing_ok=True)
         settings = {**choice.settings(), "limit": options.limit, **prepared.settings()}

@@ -26,16 +26,27 @@ from batchyard.stores.sql import SqlStore
 class BatchService:
     """Batches of one state folder. One process holds it at a time; close it, or use `with`.
 
+    With *fresh*, whatever the folder held is forgotten first, results included that were not joined.
+
     Raises:
         StoreError: the folder cannot be used, or another process works on it.
     """
 
-    def __init__(self, folder: Path, *, clock: Clock | None = None, events: EventBus | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fresh: bool = False,
+        clock: Clock | None = None,
+        events: EventBus | None = None,
+    ) -> None:
         self.clock = clock or SystemClock()
         self.events = events or EventBus()
         self.folder = StateFolder(folder)
         self._keeper = ThreadPoolExecutor(1, thread_name_prefix="batchyard-keeper")
         try:
+            if fresh:
+                self.folder.clear()
             self._store = SqlStore(self.folder.database)
         except BaseException:
             self.folder.close()
@@ -94,12 +105,6 @@ class BatchService:
         )
         self._tell(batch_id)
         return self.get(batch_id)
-
-    def clear(self) -> None:
-        """Forget every Batch of this folder, results included that were not joined."""
-        self._store.close()
-        self.folder.clear()
-        self._store = SqlStore(self.folder.database)
 
     # --- query ----------------------------------------------------------------------------------
 
