@@ -9,6 +9,9 @@ def main() -> None:
     """Start the command line, or say which extra to install."""
     try:
         from batchyard.cli import app  # noqa: PLC0415 - the message below must not need the packages
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted before anything ran.\n")
+        raise SystemExit(3) from None
     except ModuleNotFoundError as missing:
         if missing.name is not None and missing.name.startswith("batchyard"):
             raise

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -78,19 +79,22 @@ def test_killed_at_twenty_random_moments_every_request_is_answered_exactly_once(
 def test_killed_between_the_last_answer_and_the_join_it_only_joins(tmp_path):
     """Completed chunks are joined by the next run, with no call to the engine at all."""
     source, output, log = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "calls"
-    write_requests(source, 50)
+    write_requests(source, 1000)
     command = [*COMMAND, source, "-o", output, "--engine", f"echo:log={log}"]
-    # A folder in the output's place stops the join after every answer is safe.
-    blocked = tmp_path / "out.jsonl.part"
-    blocked.mkdir()
-    first = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    # A limit on file size that the segments of two chunks keep and the joined output does not.
+    def small():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+
+    first = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=small)
     assert first.returncode in {2, 3}, first
     assert "out.jsonl" in first.stderr
-    blocked.rmdir()
+    assert not output.exists()
     log.unlink()
     second = subprocess.run(command, capture_output=True, text=True, check=False)
     assert second.returncode == 0, second
-    assert len(read_ids(output)) == 50
+    assert len(read_ids(output)) == 1000
     assert not log.exists() or log.read_text() == ""
 
 
@@ -109,7 +113,7 @@ def test_ctrl_c_keeps_every_finished_answer_and_tells_how_to_resume(tmp_path):
     assert process.returncode == 3, complained
     assert "Interrupted." in said
     assert "The same command goes on from here: batchyard run" in said
-    partial = read_ids(tmp_path / "out.jsonl.partial")
+    partial = read_ids(tmp_path / "out.jsonl.batchyard" / "partial.jsonl")
     assert len(partial) >= len(calls) - 4
     assert not output.exists()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -120,7 +124,7 @@ def test_ctrl_c_keeps_every_finished_answer_and_tells_how_to_resume(tmp_path):
     assert f"{len(partial)} of 400 were finished before" in said
     assert not set(more) & set(partial)
     assert sorted(read_ids(output)) == sorted(f"request-{i}" for i in range(400))
-    assert not (tmp_path / "out.jsonl.partial").exists()
+    assert not (tmp_path / "out.jsonl.batchyard" / "partial.jsonl").exists()
 
 
 @pytest.mark.model

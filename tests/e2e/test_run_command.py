@@ -225,7 +225,7 @@ def test_an_output_that_is_there_already_is_not_overwritten(batchyard):
     Path("out.jsonl").write_text("precious\n")
     code, _, complained = batchyard(write(request()), "-o", "out.jsonl", *ECHO)
     assert code == 2
-    assert "out.jsonl exists" in complained
+    assert "out.jsonl exists, and it is not of this run" in complained
     assert Path("out.jsonl").read_text() == "precious\n"
     assert batchyard("in.jsonl", "-o", "out.jsonl", "--restart", *ECHO)[0] == 0
     assert len(results("out.jsonl")) == 1
@@ -238,7 +238,7 @@ def test_the_same_command_again_tells_that_it_has_ended(batchyard):
     code, said, _ = batchyard("in.jsonl", "--engine", "echo:fail=b:404")
     assert code == 1
     assert "has ended already: 1 of 2 succeeded, 1 failed" in said
-    assert "batchyard run in.jsonl --engine echo:fail=b:404 --restart" in said
+    assert "batchyard run --restart in.jsonl --engine echo:fail=b:404" in said
     assert Path("in.results.jsonl").read_bytes() == before
 
 
@@ -260,6 +260,99 @@ def test_other_options_do_not_resume_a_run(batchyard):
     code, _, complained = batchyard("in.jsonl", "--engine", "echo", "--limit", "1")
     assert code == 2
     assert "had limit not set, now it is 1" in complained
+    Path("t.csv").write_text("a,b\n1,2\n")
+    batchyard("t.csv", "--template", "{a}", *ECHO)
+    code, _, complained = batchyard("t.csv", "--template", "{b}", *ECHO)
+    assert code == 2
+    assert "had template '{a}', now it is '{b}'" in complained
+
+
+def test_an_errors_file_of_somebody_else_is_never_touched(batchyard):
+    write(request(), request("b"))
+    for name in ("precious.jsonl", "in.results.errors.jsonl"):
+        Path(name).write_text("precious\n")
+        for spec in ("echo", "echo:fail=b:404"):
+            code, _, complained = batchyard("in.jsonl", "--engine", spec, "--errors", name)
+            assert code == 2
+            assert f"{name} exists, and it is not of this run" in complained
+            assert Path(name).read_text() == "precious\n"
+    Path("in.results.jsonl.part").write_text("mine\n")
+    Path("in.results.jsonl.partial").write_text("mine\n")
+    assert batchyard("in.jsonl", "--errors", "e.jsonl", *ECHO)[0] == 0
+    assert Path("in.results.jsonl.part").read_text() == "mine\n"
+    assert Path("in.results.jsonl.partial").read_text() == "mine\n"
+
+
+def test_a_restart_keeps_old_results_until_new_ones_are_there(batchyard):
+    write(request(), request("b"))
+    assert batchyard("in.jsonl", "--engine", "echo:fail=b:404")[0] == 1
+    before = Path("in.results.jsonl").read_bytes()
+    write(request(), b"{bad")
+    assert batchyard("in.jsonl", "--restart", *ECHO)[0] == 2
+    write(request(), request("b"))
+    unreachable = ["--base-url", "http://127.0.0.1:9/v1", "--restart"]
+    assert batchyard("in.jsonl", *unreachable)[0] == 2
+    assert Path("in.results.jsonl").read_bytes() == before
+    assert Path("in.results.errors.jsonl").exists()
+    assert batchyard("in.jsonl", "--restart", *ECHO)[0] == 0
+    assert len(results()) == 2
+    # The error file of the run that was replaced would contradict the new results.
+    assert not Path("in.results.errors.jsonl").exists()
+
+
+def test_answers_without_their_database_are_not_run_again_in_silence(batchyard):
+    write(*[request(str(i)) for i in range(50)])
+    batchyard("in.jsonl", "--engine", "echo:fail=50%:400", "--fail-over", "0%/10")
+    state = Path("in.results.jsonl.batchyard")
+    for path in state.glob("state.db*"):
+        path.unlink()
+    code, _, complained = batchyard("in.jsonl", *ECHO)
+    assert code == 2
+    assert "holds answers of a run whose database is lost" in " ".join(complained.split())
+    assert list(state.glob("segments/*/*.seg"))
+    assert batchyard("in.jsonl", "--restart", *ECHO)[0] == 0
+
+
+def test_an_input_that_changed_after_the_end_is_noticed(batchyard):
+    write(request())
+    assert batchyard("in.jsonl", *ECHO)[0] == 0
+    write(request(), request("new"))
+    code, _, complained = batchyard("in.jsonl", *ECHO)
+    assert code == 2
+    assert "has changed since this run was started" in " ".join(complained.split())
+
+
+@pytest.mark.parametrize("params", ['{"max_tokens": NaN}', '{"max_tokens": 1e999}', '{"a": Infinity}'])
+def test_params_that_are_no_json_are_refused(batchyard, params):
+    Path("t.csv").write_text("text\nhello\n")
+    code, _, complained = batchyard("t.csv", "--template", "{text}", "--params", params, *ECHO)
+    assert code == 2
+    assert "--params is not valid JSON" in complained
+
+
+def test_a_refusal_leaves_no_folder_behind(batchyard):
+    batchyard(write(b"{"), *ECHO)
+    assert sorted(os.listdir()) == ["in.jsonl"]
+
+
+def test_strange_names_addresses_and_keys_are_told_in_a_sentence(batchyard, monkeypatch):
+    write(request())
+    odd = os.fsdecode(b"\xff\xfe.jsonl")
+    os.rename(write(request(), path="x.jsonl"), odd)
+    for arguments, message in (
+        ([odd, *ECHO], "is not in UTF-8"),
+        (["in.jsonl", "--base-url", "http://[::1"], "is not usable"),
+        (["in.jsonl", "-o", "/dev/null", *ECHO], "is no regular file"),
+        (["in.jsonl", "--deadline", "", *ECHO], "is no duration"),
+        (["in.jsonl", "--dry-run", "--price", "nan/1", *ECHO], "is no price"),
+    ):
+        code, _, complained = batchyard(*arguments)
+        assert code == 2
+        assert message in " ".join(complained.split())
+    monkeypatch.setenv("OPENAI_API_KEY", "two\nlines")
+    code, _, complained = batchyard("in.jsonl", "--base-url", "http://127.0.0.1:9/v1")
+    assert code == 2
+    assert "OPENAI_API_KEY holds something that cannot be an API key" in " ".join(complained.split())
 
 
 def test_rows_of_a_table_become_requests(batchyard):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,11 +74,14 @@ def _price(text: str | None) -> Price | None:
         return None
     given, _, made = text.partition("/")
     try:
-        return Price(float(given), float(made or 0))
+        price = Price(float(given), float(made or 0))
+        if not (0 <= price.input < math.inf and 0 <= price.output < math.inf):
+            raise ValueError(text)  # noqa: TRY301 - told in the same words as what is no number
     except ValueError as error:
         raise UsageError(
             f"--price {text!r} is no price. Write the prices per million tokens, in and out, as 0.15/0.60."
         ) from error
+    return price
 
 
 def _sample(path: Path, found: Registration) -> list[Request]:

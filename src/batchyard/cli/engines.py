@@ -96,11 +96,21 @@ def _openai(choice: EngineChoice, _events: EventBus) -> Engine:
     assert choice.base_url is not None
     return OpenAIEngine(
         choice.base_url,
-        api_key=os.environ.get(choice.api_key_env),
+        api_key=_api_key(choice.api_key_env),
         model=choice.model,
         timeout_s=choice.timeout_s,
         api_key_env=choice.api_key_env,
     )
+
+
+def _api_key(variable: str) -> str | None:
+    key = os.environ.get(variable, "").strip()
+    if not key.isprintable() or not key.isascii():
+        raise UsageError(
+            f"The environment variable {variable} holds something that cannot be an API key (a line break, "
+            "or letters beyond ASCII). Set it again."
+        )
+    return key or None
 
 
 _BUILDERS: dict[str, Callable[[EngineChoice, EventBus], Engine]] = {

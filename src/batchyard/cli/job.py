@@ -8,7 +8,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,36 +78,66 @@ class Job:
         choice = replace(chosen, engine=name)
         if options.dry_run:
             return dry_run(options, prepared, choice, self.events, self.report)
-        with BatchService(options.state_path, fresh=options.restart, events=self.events) as service:
-            return self._run(service, prepared, choice)
+        with self._open() as service:
+            try:
+                return self._run(service, prepared, choice)
+            except (InvalidInput, UsageError, EngineError):
+                # Nothing was ever accepted here: leave no folder behind.
+                service.remove_if_empty()
+                raise
+
+    def _open(self) -> BatchService:
+        try:
+            return BatchService(self.options.state_path, events=self.events)
+        except StoreError:
+            if not self.options.restart:
+                raise
+            # What is damaged is to be forgotten anyway. A folder that is locked or not ours refuses again.
+            return BatchService(self.options.state_path, fresh=True, events=self.events)
 
     def _run(self, service: BatchService, prepared: Prepared, choice: EngineChoice) -> int:
         options = self.options
-        if options.restart:
-            for path in (options.output, options.error_path, *options.partial_paths):
-                path.unlink(missing_ok=True)
         settings = {**choice.settings(), "limit": options.limit, **prepared.settings()}
-        batch = service.latest()
+        batch = None if options.restart else service.latest()
         if batch is not None:
             _check_same(batch, settings)
             prepared.check_unchanged(batch.settings)
             if ended(batch):
+                if prepared.rows is None:
+                    service.check_input(batch.id)
                 return self.report.ended_before(batch, service.counts(batch.id))
+        may_replace = options.restart or (batch is not None and batch.settings.get("replace"))
+        if not may_replace:
+            for path in (options.output, options.error_path):
+                _check_free(path, service)
         engine = build_engine(choice, self.events)
         if batch is None:
-            _check_free(options.output)
-            path = prepared.requests(service.folder.requests)
-            rules = rules_for(
-                engine.capabilities, prepared, model_given=_names_model(choice), limit=options.limit
-            )
-            batch = service.create(path, rules, settings)
+            path = prepared.requests(service.folder.new_requests())
+            model_given = _names_model(choice)
+            rules = rules_for(engine.capabilities, prepared, model_given=model_given, limit=options.limit)
+            batch = service.create(path, rules, {**settings, "replace": options.restart})
             self.report.created(batch)
         else:
-            self.report.resumed(batch, service.kept(batch.id))
-        concurrency = _fit_open_files(concurrency_of(choice, engine))
+            finished = service.finished(batch.id)
+            self.report.resumed(batch, finished.succeeded + finished.failed)
+        return self._until_joined(service, batch, choice)
+
+    def _until_joined(self, service: BatchService, batch: BatchRecord, choice: EngineChoice) -> int:
+        """Work and join; once more where results turned out to be damaged on the disk."""
+        options = self.options
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            stop = runner.run(self._work(service, batch, engine, concurrency))
-        return self._end(service, batch.id, stop)
+            while True:
+                engine = build_engine(choice, self.events)
+                concurrency = _fit_open_files(concurrency_of(choice, engine))
+                stop = runner.run(self._work(service, batch, engine, concurrency))
+                if stop is not None:
+                    kept = self._partial(service, batch.id)
+                    counts = service.finished(batch.id)
+                    return self.report.stopped(stop, service.get(batch.id), counts, kept)
+                joined = service.finish(batch.id, options.output, options.error_path, options.order)
+                if joined is not None:
+                    return self.report.finished(joined, service.get(batch.id), service.counts(batch.id))
+                self.report.damaged(batch.total - service.finished(batch.id).succeeded)
 
     async def _work(
         self, service: BatchService, batch: BatchRecord, engine: Engine, concurrency: int
@@ -175,19 +205,9 @@ class Job:
         finally:
             self.report.progress_end(snapshot())
 
-    def _end(self, service: BatchService, batch_id: str, stop: Stop | None) -> int:
-        options = self.options
-        if stop is not None:
-            kept = self._partial(service, batch_id)
-            return self.report.stopped(stop, service.get(batch_id), service.counts(batch_id), kept)
-        joined = service.finish(batch_id, options.output, options.error_path, options.order)
-        for path in options.partial_paths:
-            path.unlink(missing_ok=True)
-        return self.report.finished(joined, service.get(batch_id), service.counts(batch_id))
-
     def _partial(self, service: BatchService, batch_id: str) -> Joined | None:
         try:
-            return service.partial(batch_id, *self.options.partial_paths)
+            return service.partial(batch_id)
         except StoreError:
             # A full disk has no room for a copy; the segments keep everything.
             return None
@@ -204,6 +224,18 @@ def _check_paths(options: JobOptions) -> None:
         raise UsageError(
             f"The folder {parent} for the results does not exist. Make it, or choose another -o."
         )
+    for path in (options.source, options.output, options.error_path):
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"The file name {str(path)!r} is not in UTF-8, so it cannot be written down. Rename the file."
+            ) from error
+    for path in (options.output, options.error_path):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UsageError(
+                f"{path} is no regular file. Name a file for the results, such as -o results.jsonl."
+            )
     if options.output.is_dir():
         raise UsageError(
             f"{options.output} is a folder. Name a file for the results, such as -o results.jsonl."
@@ -216,22 +248,34 @@ def _check_paths(options: JobOptions) -> None:
             raise UsageError(f"{other} and {name} are the same file, {path}. Choose another name for one.")
 
 
-def _check_free(output: Path) -> None:
-    if output.exists():
+def _check_free(path: Path, service: BatchService) -> None:
+    if path.exists() and not service.wrote(path):
         raise UsageError(
-            f"{output} exists and no run of Batchyard left it unfinished. "
-            "Choose another -o, or overwrite it with --restart."
+            f"{path} exists, and it is not of this run. Choose another name, or overwrite it with --restart."
         )
 
 
 def _check_same(batch: BatchRecord, settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        if name != "source" and batch.settings.get(name) != value:
+    for name, value, before in _options(settings, batch.settings):
+        if before != value:
             raise UsageError(
-                f"The earlier run with this output had {name} {_shown(batch.settings.get(name))}, "
+                f"The earlier run with this output had {name} {_shown(before)}, "
                 f"now it is {_shown(value)}. Use the same options to go on, another -o for another run, "
                 "or --restart to forget the old one."
             )
+
+
+def _options(now: Mapping[str, Any], before: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Each option by its name, with its value now and before."""
+    for name, value in now.items():
+        if name == "source":
+            continue
+        if name == "rows":
+            rows, earlier = value or {}, before.get("rows") or {}
+            for part in sorted({*rows, *earlier}):
+                yield part, rows.get(part), earlier.get(part)
+        else:
+            yield name, value, before.get(name)
 
 
 def _shown(value: Any) -> str:

@@ -39,11 +39,3 @@ class JobOptions:
     def state_path(self) -> Path:
         """The state folder, beside the output."""
         return self.output.with_name(self.output.name + ".batchyard")
-
-    @property
-    def partial_paths(self) -> tuple[Path, Path]:
-        """Where the results so far go when a run stops early."""
-        return (
-            self.output.with_name(self.output.name + ".partial"),
-            self.error_path.with_name(self.error_path.name + ".partial"),
-        )

@@ -62,6 +62,7 @@ class Report:
 
     def resumed(self, batch: BatchRecord, done: int) -> None:
         """An earlier run goes on; *done* of its requests are finished."""
+        self._done_before = done
         self._emit("run.resumed", batch=batch.id, total=batch.total, done=done)
         self._row("Input", f"{_source_of(batch)} · {_count(batch.total, 'request')}")
         self._row("Resuming", f"{done:,} of {batch.total:,} were finished before; they are kept.")
@@ -77,7 +78,7 @@ class Report:
     def progress_start(self, snapshot: Snapshot) -> None:
         """Work begins."""
         self._started_at = time.monotonic()
-        self._done_before = snapshot.done
+        self._done_before = max(self._done_before, snapshot.done)
         self._view = progress_view(json_events=self.json_events, console=self.console)
         self._view.start(snapshot)
 
@@ -91,6 +92,11 @@ class Report:
         if self._view is not None:
             self._view.finish(snapshot)
             self._view = None
+
+    def damaged(self, requests: int) -> None:
+        """Committed results were found damaged on the disk."""
+        self._emit("run.damaged", requests=requests)
+        self._row("Damaged", f"{_count(requests, 'result')} cannot be read back and will be run again.")
 
     # --- how it ended ---------------------------------------------------------------------------
 
@@ -240,4 +246,5 @@ def _same_command(*more: str, without: str | None = None) -> str:
             next(given, None)
         elif word not in more and not (without and word.startswith(f"{without}=")):
             words.append(word)
-    return shlex.join(["batchyard", *words, *more])
+    # Behind the command's name: behind a `--` an option would be taken for a file.
+    return shlex.join(["batchyard", *words[:1], *more, *words[1:]])

@@ -118,7 +118,7 @@ def run(
                     template=template,
                     field=field,
                     system=system,
-                    params=json_object(params, "--params") if params else {},
+                    params=json_object(params, "--params") if params is not None else {},
                     id_field=id_field,
                 )
                 if template or field
@@ -126,8 +126,8 @@ def run(
                 row_options_given=bool(system or params or id_field),
                 limit=limit,
                 order=order,
-                deadline_s=duration_s(deadline, "--deadline") if deadline else None,
-                canary=canary_policy(fail_over) if fail_over else None,
+                deadline_s=duration_s(deadline, "--deadline") if deadline is not None else None,
+                canary=canary_policy(fail_over) if fail_over is not None else None,
                 dry_run=dry_run,
                 prices=prices,
                 restart=restart,

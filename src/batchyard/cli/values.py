@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
+
+import msgspec
 
 from batchyard.errors import UsageError
 from batchyard.scheduling.canary import CanaryPolicy
@@ -49,8 +50,9 @@ def json_object(value: str, option: str) -> dict[str, Any]:
         UsageError: it is none.
     """
     try:
-        parsed = json.loads(value)
-    except ValueError as error:
+        # Strict: NaN, Infinity and numbers beyond a double are no JSON and would reach an engine.
+        parsed = msgspec.json.decode(value)
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{option} is not valid JSON ({error}). Write for example '{{\"max_tokens\": 64}}'."
         ) from error

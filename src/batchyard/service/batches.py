@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -12,10 +11,11 @@ from typing import Any, Self
 
 from batchyard.clock import Clock, SystemClock
 from batchyard.engines.protocol import Engine
-from batchyard.errors import InputChanged, InvalidInput, InvalidTransition
+from batchyard.errors import InvalidInput, InvalidTransition, StoreError
 from batchyard.events import Event, EventBus
+from batchyard.service.input_file import InputFile
 from batchyard.service.intake.registration import IntakeRules, register
-from batchyard.service.join import Joined, Order, join_committed, join_partial
+from batchyard.service.join import Joined, Order, SegmentsDamaged, join_committed, join_partial
 from batchyard.service.lifecycle import TERMINAL, Action, Status, step
 from batchyard.service.state_folder import StateFolder
 from batchyard.service.worker import Stop, Worker, WorkPlan
@@ -48,6 +48,7 @@ class BatchService:
             if fresh:
                 self.folder.clear()
             self._store = SqlStore(self.folder.database)
+            self._check_whole()
         except BaseException:
             self.folder.close()
             raise
@@ -60,6 +61,14 @@ class BatchService:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_whole(self) -> None:
+        if not self._store.batches() and self.folder.holds_results():
+            self._store.close()
+            raise StoreError(
+                f"{self.folder.path} holds answers of a run whose database is lost, so they cannot be told "
+                "apart. Put state.db back, move the folder away, or start over with --restart."
+            )
 
     # --- create ---------------------------------------------------------------------------------
 
@@ -127,13 +136,31 @@ class BatchService:
         """What is finished of a Batch."""
         return self._store.counts(batch_id)
 
-    def kept(self, batch_id: str) -> int:
-        """How many requests have a result that a resumed run keeps, whether the store knows it yet or not."""
+    def finished(self, batch_id: str) -> Counts:
+        """What a resumed run keeps: committed chunks and what can be salvaged of the others."""
         done = {chunk.no for chunk in self._store.done_chunks(batch_id)}
         counts = self._store.done_counts(batch_id)
+        succeeded, failed, usage = counts.succeeded, counts.failed, counts.usage
         segments = self.folder.segments(batch_id)
-        salvageable = sum(len(segments.salvage(no)) for no in segments.numbers() - done)
-        return counts.succeeded + counts.failed + salvageable
+        for no in segments.numbers() - done:
+            for record in segments.salvage(no):
+                succeeded += record.succeeded
+                failed += not record.succeeded
+                usage += record.usage
+        return Counts(succeeded, failed, usage)
+
+    def check_input(self, batch_id: str) -> None:
+        """Make sure that the input is still there and the same.
+
+        Raises:
+            InputChanged: it is not.
+        """
+        InputFile(self.get(batch_id)).close()
+
+    def wrote(self, path: Path) -> bool:
+        """Whether *path* is a file that a run of this folder wrote, so that it may be replaced."""
+        name = str(path.resolve())
+        return any(name in {batch.output_path, batch.error_path} for batch in self._store.batches())
 
     # --- work -----------------------------------------------------------------------------------
 
@@ -160,7 +187,7 @@ class BatchService:
             self._move(batch_id, Action.RESUME)
         elif Status(batch.status) is not Status.IN_PROGRESS:
             raise InvalidTransition(f"A Batch with status '{batch.status}' cannot be worked on.")
-        handle = _open_unchanged(batch)
+        source = InputFile(batch)
         try:
             # The folder's lock is ours, so whoever held a lease before is gone.
             self._store.release(batch_id)
@@ -173,7 +200,7 @@ class BatchService:
                 plan,
                 batch_id=batch_id,
                 total=batch.total,
-                input_handle=handle,
+                source=source,
                 owner=f"worker-{os.getpid()}",
                 clock=self.clock,
                 events=self.events,
@@ -183,7 +210,7 @@ class BatchService:
                 on_worker(worker)
             stop = await worker.run()
         finally:
-            os.close(handle)
+            source.close()
         if stop is None:
             self._move(batch_id, Action.FINALIZE, finalizing_at=self.clock.wall())
         elif stop.reason == "canary":
@@ -192,30 +219,69 @@ class BatchService:
 
     # --- retrieve -------------------------------------------------------------------------------
 
-    def finish(self, batch_id: str, output: Path, errors: Path, order: Order = Order.INPUT) -> Joined:
+    def finish(self, batch_id: str, output: Path, errors: Path, order: Order = Order.INPUT) -> Joined | None:
         """Join the results of a Batch whose every request has one, and complete it.
 
-        May be repeated after a crash: until the Batch is `completed`, the segments stay.
+        May be repeated after a crash: until the Batch is `completed`, the segments stay. None where
+        results were found damaged on the disk: those requests are open again, and the Batch wants work.
 
         Raises:
             StorageFull: there is no room for the files; nothing is lost.
         """
+        # Said before they are written: after a crash in between they are known to be ours.
+        names = {"output_path": str(output.resolve()), "error_path": str(errors.resolve())}
+        self._store.move(batch_id, Status.FINALIZING, Status.FINALIZING, **names)
         segments = self.folder.segments(batch_id)
-        joined = join_committed(self._store.done_chunks(batch_id), segments, output, errors, order)
+        chunks = self._store.done_chunks(batch_id)
+        try:
+            joined = join_committed(chunks, segments, output, errors, order, mark=batch_id)
+        except SegmentsDamaged as damage:
+            self._store.reopen(batch_id, damage.numbers)
+            self._move(batch_id, Action.REOPEN, output_path=None, error_path=None)
+            return None
+        if joined.errors is None and self.wrote(errors) and self._is_of_an_earlier_batch(batch_id, errors):
+            errors.unlink(missing_ok=True)
         self._move(
             batch_id,
             Action.COMPLETE,
             ended_at=self.clock.wall(),
-            output_path=str(joined.output) if joined.output else None,
-            error_path=str(joined.errors) if joined.errors else None,
+            output_path=names["output_path"] if joined.output else None,
+            error_path=names["error_path"] if joined.errors else None,
         )
-        self.folder.drop_segments(batch_id)
+        self._forget_all_but(batch_id)
         return joined
 
-    def partial(self, batch_id: str, output: Path, errors: Path) -> Joined:
-        """Write what is finished so far, in input order. Changes nothing in the Batch."""
+    def partial(self, batch_id: str) -> Joined:
+        """Write what is finished so far into the state folder, in input order. Changes nothing else."""
         segments = self.folder.segments(batch_id)
-        return join_partial(segments.numbers(), segments, output, errors)
+        return join_partial(segments.numbers(), segments, *self.folder.partial)
+
+    def remove_if_empty(self) -> bool:
+        """Close, and remove the folder, if no Batch in it was ever accepted. Whether it was so."""
+        if self.latest() is not None:
+            return False
+        self._keeper.shutdown()
+        self._store.close()
+        self.folder.remove()
+        self.folder.close()
+        return True
+
+    def _is_of_an_earlier_batch(self, batch_id: str, path: Path) -> bool:
+        name = str(path.resolve())
+        return any(one.error_path == name for one in self._store.batches() if one.id != batch_id)
+
+    def _forget_all_but(self, batch_id: str) -> None:
+        """The Batch is complete: what it replaced, its segments and partial files are of no use any more."""
+        kept_input = self.get(batch_id).input_path
+        for one in self._store.batches():
+            self.folder.drop_segments(one.id)
+            if one.id != batch_id:
+                self._store.delete(one.id)
+        for path in self.folder.path.glob("requests.*"):
+            if str(path.resolve()) != str(Path(kept_input).resolve()):
+                path.unlink(missing_ok=True)
+        for path in self.folder.partial:
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go of the folder. Safe to call twice."""
@@ -241,29 +307,3 @@ class BatchService:
 def ended(batch: BatchRecord) -> bool:
     """Whether a Batch is in a terminal state."""
     return Status(batch.status) in TERMINAL
-
-
-def _open_unchanged(batch: BatchRecord) -> int:
-    """Open the input of *batch* for reading, after making sure that it is still the same.
-
-    Same size and modification time are taken as proof; otherwise the content is hashed again.
-    """
-    path = Path(batch.input_path)
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise InputChanged(
-            f"The input {path} of this run is gone. Put it back, or start over with --restart."
-        ) from error
-    found = os.fstat(handle)
-    if (found.st_size, found.st_mtime_ns) == (batch.input_bytes, batch.input_mtime_ns):
-        return handle
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest == batch.input_sha256:
-        return handle
-    os.close(handle)
-    raise InputChanged(
-        f"The content of {path} has changed since this run was started. "
-        "Put the old content back, or start over with --restart."
-    )

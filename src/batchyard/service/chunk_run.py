@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
+from batchyard.service.input_file import InputFile
 from batchyard.service.intake.chunk import read_requests
 from batchyard.service.intake.registration import ChunkSpan
 from batchyard.stores.protocol import ChunkProgress, ChunkRecord
@@ -82,7 +82,7 @@ class ChunkRun:
         self.cached_tokens += usage.cached_tokens
 
     @classmethod
-    def load(cls, chunk: ChunkRecord, input_handle: int, folder: SegmentFolder) -> ChunkRun:
+    def load(cls, chunk: ChunkRecord, source: InputFile, folder: SegmentFolder) -> ChunkRun:
         """Read a claimed chunk's requests and salvage what earlier attempts at it finished.
 
         Raises:
@@ -92,7 +92,7 @@ class ChunkRun:
         span = ChunkSpan(
             chunk.no, chunk.offset, chunk.length, chunk.first_index, chunk.first_line, chunk.count
         )
-        requests = read_requests(os.pread(input_handle, chunk.length, chunk.offset), span)
+        requests = read_requests(source.read(chunk.offset, chunk.length), span)
         run = cls(chunk, folder.create(chunk.no, chunk.epoch), remaining=len(requests))
         finished: set[int] = set()
         if chunk.epoch > 1:

@@ -1,13 +1,13 @@
 """Floor 6. The final join: committed segments become the output file and the error file.
 
-Both are written beside their target as `.part`, made durable, then renamed: a reader sees a whole file
-or none. Holds one chunk in memory at a time.
+Both are written beside their target under a name of ours, made durable, then renamed: a reader sees a
+whole file or none. Holds one chunk in memory at a time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -34,24 +34,53 @@ class Joined:
     error_lines: int
 
 
+class SegmentsDamaged(Exception):  # noqa: N818 - names what was found
+    """Committed segments do not hold what was committed; nothing was written.
+
+    Args:
+        numbers: the chunks whose results are not whole.
+    """
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__(f"{len(numbers)} chunks are damaged")
+        self.numbers = numbers
+
+
 def join_committed(
-    chunks: Iterable[ChunkRecord], folder: SegmentFolder, output: Path, errors: Path, order: Order
+    chunks: Iterable[ChunkRecord],
+    folder: SegmentFolder,
+    output: Path,
+    errors: Path,
+    order: Order,
+    *,
+    mark: str,
 ) -> Joined:
     """Write the results of done chunks, given in the order of their commits.
 
+    The files are written under hidden names that hold *mark*, so that nobody else's file is touched
+    before the targets are renamed into place.
+
     Raises:
+        SegmentsDamaged: a chunk has not exactly one whole record for each of its requests.
         StorageFull: there is no room; nothing is renamed and the segments stay.
         StoreError: a target cannot be written.
     """
     in_order = sorted(chunks, key=lambda chunk: chunk.no) if order is Order.INPUT else chunks
+    damaged: list[int] = []
 
     def records(chunk: ChunkRecord) -> list[SegmentRecord]:
         found = folder.read(chunk.no, chunk.epoch, chunk.segment_bytes)
+        if {record.index for record in found} != set(range(chunk.count)) or len(found) != chunk.count:
+            damaged.append(chunk.no)
         if order is Order.INPUT:
             found.sort(key=lambda record: record.index)
         return found
 
-    return _write(map(records, in_order), output, errors)
+    def check() -> None:
+        if damaged:
+            raise SegmentsDamaged(damaged)
+
+    return _write(map(records, in_order), output, errors, mark, check)
 
 
 def join_partial(chunk_numbers: Iterable[int], folder: SegmentFolder, output: Path, errors: Path) -> Joined:
@@ -60,12 +89,14 @@ def join_partial(chunk_numbers: Iterable[int], folder: SegmentFolder, output: Pa
     def records(no: int) -> list[SegmentRecord]:
         return sorted(folder.salvage(no), key=lambda record: record.index)
 
-    return _write(map(records, sorted(chunk_numbers)), output, errors)
+    return _write(map(records, sorted(chunk_numbers)), output, errors, "partial", lambda: None)
 
 
-def _write(groups: Iterable[list[SegmentRecord]], output: Path, errors: Path) -> Joined:
-    parts = {True: output.with_name(output.name + ".part"), False: errors.with_name(errors.name + ".part")}
+def _write(
+    groups: Iterable[list[SegmentRecord]], output: Path, errors: Path, mark: str, check: Callable[[], None]
+) -> Joined:
     targets = {True: output, False: errors}
+    parts = {kind: path.with_name(f".{path.name}.{mark}.part") for kind, path in targets.items()}
     lines = {True: 0, False: 0}
     try:
         with ExitStack() as stack:
@@ -76,22 +107,21 @@ def _write(groups: Iterable[list[SegmentRecord]], output: Path, errors: Path) ->
                     if chosen:
                         file.write(b"\n".join(chosen) + b"\n")
                         lines[kind] += len(chosen)
+            check()
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
         for kind, part in parts.items():
             if lines[kind]:
                 part.replace(targets[kind])
-            else:
-                part.unlink()
-                targets[kind].unlink(missing_ok=True)
         for parent in {output.parent, errors.parent}:
             sync_folder(parent)
     except OSError as error:
+        raise as_store_error(error, output) from error
+    finally:
         for part in parts.values():
             with suppress(OSError):
                 part.unlink()
-        raise as_store_error(error, output) from error
     return Joined(
         output if lines[True] else None, errors if lines[False] else None, lines[True], lines[False]
     )

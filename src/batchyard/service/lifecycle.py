@@ -34,6 +34,7 @@ class Action(StrEnum):
     RESUME = "resume"
     FINALIZE = "finalize"
     COMPLETE = "complete"
+    REOPEN = "reopen"
     CANCEL = "cancel"
     EXPIRE = "expire"
 
@@ -51,6 +52,8 @@ TRANSITIONS: dict[tuple[Status, Action], Status] = {
     (Status.PAUSED, Action.CANCEL): Status.CANCELLING,
     (Status.PAUSED, Action.EXPIRE): Status.EXPIRED,
     (Status.FINALIZING, Action.COMPLETE): Status.COMPLETED,
+    # Some results turned out to be damaged on the disk: those requests are run again.
+    (Status.FINALIZING, Action.REOPEN): Status.IN_PROGRESS,
     (Status.CANCELLING, Action.COMPLETE): Status.CANCELLED,
     # Asking again to cancel is no error: the caller's wish is already met.
     (Status.CANCELLING, Action.CANCEL): Status.CANCELLING,

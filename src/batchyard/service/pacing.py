@@ -97,7 +97,7 @@ class Pacing:
         if fault.kind is FaultKind.RATE_LIMITED and fault.retry_after_s:
             # The upstream named a time for everybody, not for this request only.
             self._hold_until = max(self._hold_until, due)
-            self.note = fault.message
+            self.note = f"{fault.message} Waiting {decision.delay_s:,.0f} s, as it asks."
         self._wake_at(due)
         return Verdict.LATER
 

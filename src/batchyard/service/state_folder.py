@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import uuid
 from pathlib import Path
 
 from batchyard.errors import StoreError
@@ -18,25 +19,15 @@ class StateFolder:
         StoreError: the folder cannot be made, is no state folder, or another process works on it.
     """
 
-    #: Names that may stand in a state folder; anything else means that it is somebody else's folder.
-    NAMES = frozenset(
-        {
-            "state.db",
-            "state.db-wal",
-            "state.db-shm",
-            "lock",
-            "requests.jsonl",
-            "requests.jsonl.part",
-            "segments",
-        }
-    )
+    #: What names in a state folder begin with; any other name means that it is somebody else's folder.
+    NAMES = ("state.db", "lock", "requests.", "segments", "partial.", ".partial.")
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = -1
         try:
             path.mkdir(parents=True, exist_ok=True)
-            strange = sorted({one.name for one in path.iterdir()} - self.NAMES)
+            strange = sorted(one.name for one in path.iterdir() if not one.name.startswith(self.NAMES))
         except OSError as error:
             raise as_store_error(error, path) from error
         if strange:
@@ -64,10 +55,24 @@ class StateFolder:
         """The database file."""
         return self.path / "state.db"
 
+    def new_requests(self) -> Path:
+        """Where requests made of a table's rows are written; a name that no earlier run has."""
+        return self.path / f"requests.{uuid.uuid4().hex[:8]}.jsonl"
+
     @property
-    def requests(self) -> Path:
-        """Where requests made of a table's rows are written."""
-        return self.path / "requests.jsonl"
+    def partial(self) -> tuple[Path, Path]:
+        """Where results and errors so far go when a run stops early."""
+        return self.path / "partial.jsonl", self.path / "partial.errors.jsonl"
+
+    def holds_results(self) -> bool:
+        """Whether any segment holds something."""
+        return any(path.stat().st_size for path in (self.path / "segments").glob("*/*.seg"))
+
+    def remove(self) -> None:
+        """Remove the whole folder: nothing in it is of use to anybody."""
+        self.clear()
+        (self.path / "lock").unlink(missing_ok=True)
+        self.path.rmdir()
 
     def segments(self, batch_id: str) -> SegmentFolder:
         """The segment files of one Batch."""

@@ -18,12 +18,13 @@ from typing import TypeVar
 
 from batchyard.clock import Clock
 from batchyard.engines.protocol import Engine
-from batchyard.errors import BatchyardError, EngineError, StorageFull
+from batchyard.errors import BatchyardError, EngineError, InputChanged, StorageFull
 from batchyard.events import Event, EventBus
 from batchyard.scheduling.breaker import BreakerPolicy
 from batchyard.scheduling.canary import Canary, CanaryPolicy
 from batchyard.scheduling.retry import RetryPolicy
 from batchyard.service.chunk_run import ChunkRun, WorkItem
+from batchyard.service.input_file import InputFile
 from batchyard.service.lines import LineWriter
 from batchyard.service.pacing import Pacing, Verdict
 from batchyard.stores.protocol import ChunkProgress, ChunkRecord, Counts, Store
@@ -53,7 +54,8 @@ class WorkPlan:
 class Stop:
     """Why a worker ended before every request had a result. Everything finished is kept."""
 
-    #: `interrupted`, `storage_full`, `canary`, `unreachable`, `engine_failed` or `store_failed`.
+    #: `interrupted`, `storage_full`, `canary`, `unreachable`, `input_changed`, `engine_failed` or
+    #: `store_failed`.
     reason: str
     #: One full sentence for the user.
     message: str
@@ -103,7 +105,7 @@ class Worker:
         *,
         batch_id: str,
         total: int,
-        input_handle: int,
+        source: InputFile,
         owner: str,
         clock: Clock,
         events: EventBus,
@@ -116,7 +118,7 @@ class Worker:
         self._engine = engine
         self._plan = plan
         self._batch_id = batch_id
-        self._input_handle = input_handle
+        self._source = source
         self._owner = owner
         self._clock = clock
         self._events = events
@@ -255,7 +257,7 @@ class Worker:
                 break
             claimed += more
             count += sum(chunk.count for chunk in more)
-        runs = [ChunkRun.load(chunk, self._input_handle, self._folder) for chunk in claimed]
+        runs = [ChunkRun.load(chunk, self._source, self._folder) for chunk in claimed]
         if runs:
             self._folder.sync()
         return runs
@@ -380,11 +382,11 @@ class Worker:
 
     def _judge_canary(self, canary: Canary) -> None:
         if canary.tripped:
-            share = canary.policy.max_failed_share
+            share = f"{canary.policy.max_failed_share * 100:.3g}%"
             self.stop(
                 "canary",
-                f"{canary.failed} of the first {canary.first} requests failed, more than the "
-                f"{share:.3g} share that --fail-over allows. The rest was not run.",
+                f"More than {share} of the first {canary.first} requests failed, and --fail-over allows no "
+                "more. The rest was not run.",
             )
         elif canary.decided:
             self._wake_all()
@@ -481,6 +483,8 @@ def _stop_for(error: BatchyardError) -> Stop:
             return Stop("storage_full", str(error))
         case EngineError():
             return Stop("engine_failed", str(error))
+        case InputChanged():
+            return Stop("input_changed", str(error))
         case _:
             return Stop("store_failed", str(error))
 

@@ -118,6 +118,10 @@ class Store(Protocol):
         """Open the leased chunks again, those of *owner* or all of them."""
         ...
 
+    def reopen(self, batch_id: str, numbers: Sequence[int]) -> None:
+        """Take back the commits of these chunks: their segments were found damaged."""
+        ...
+
     def counts(self, batch_id: str) -> Counts:
         """What is finished, from committed chunks and heartbeats. Never writes."""
         ...

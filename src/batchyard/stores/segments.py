@@ -103,8 +103,11 @@ class SegmentFolder:
                 path.unlink(missing_ok=True)
 
     def read(self, no: int, epoch: int, length: int | None = None) -> list[SegmentRecord]:
-        """The records of one attempt, of its first *length* bytes."""
-        data = self.path(no, epoch).read_bytes()
+        """The whole records of one attempt, of its first *length* bytes; none where the file is gone."""
+        try:
+            data = self.path(no, epoch).read_bytes()
+        except FileNotFoundError:
+            return []
         return list(decode_records(data if length is None else data[:length]))
 
     def numbers(self) -> set[int]:

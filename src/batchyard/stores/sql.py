@@ -172,6 +172,15 @@ class SqlStore:
         with self._writing() as connection:
             connection.execute(update(chunks).where(leased).values(state=OPEN, owner=None, lease_until=None))
 
+    def reopen(self, batch_id: str, numbers: Sequence[int]) -> None:
+        back = update(chunks).where(chunks.c.batch_id == batch_id, chunks.c.no == bindparam("n"))
+        nothing = {"succeeded": 0, "failed": 0, "input_tokens": 0, "output_tokens": 0, "cached_tokens": 0}
+        with self._writing() as connection:
+            connection.execute(
+                back.values(state=OPEN, owner=None, done_at=None, segment_bytes=0, **nothing),
+                [{"n": no} for no in numbers],
+            )
+
     def counts(self, batch_id: str) -> Counts:
         return self._sum(chunks.c.batch_id == batch_id)
 

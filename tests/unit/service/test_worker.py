@@ -64,6 +64,11 @@ def place(tmp_path):
     made.service.close()
 
 
+def kept(place):
+    counts = place.service.finished(place.batch.id)
+    return counts.succeeded + counts.failed
+
+
 def ids(lines):
     return [line["custom_id"] for line in lines]
 
@@ -177,9 +182,9 @@ async def test_the_canary_holds_the_rest_and_a_second_run_goes_on(place):
     canary = CanaryPolicy(0.25, first=8)
     stop = await place.work(EchoEngine.from_spec("fail=r[0-3]:400,max_batch=2"), canary=canary)
     assert stop.reason == "canary"
-    assert "3 of the first 8 requests failed" in stop.message
+    assert "More than 25% of the first 8 requests failed" in stop.message
     assert place.service.get(place.batch.id).status == "paused"
-    assert place.service.kept(place.batch.id) <= 8
+    assert kept(place) <= 8
     assert await place.work(EchoEngine()) is None
     output, errors = place.finish()
     assert sorted(ids(output) + ids(errors)) == sorted(place.ids)
@@ -222,8 +227,8 @@ async def test_an_interrupted_run_resumes_with_what_was_finished(place):
 
     stop = await place.work(EchoEngine(max_batch=1), on_worker=stop_after_ten)
     assert stop.reason == "interrupted"
-    assert place.service.kept(place.batch.id) == len(stops)
-    partial = place.service.partial(place.batch.id, place.output, place.errors)
+    assert kept(place) == len(stops)
+    partial = place.service.partial(place.batch.id)
     assert partial.output_lines == len(stops)
     again = []
     place.events.subscribe(
@@ -257,6 +262,51 @@ async def test_a_worker_whose_lease_is_lost_commits_nothing_of_that_chunk(tmp_pa
         await place.waiting
     assert [event.fields["chunk"] for event in lost] == [0]
     assert place.service._store.remaining(place.batch.id) == 1
+    place.service.close()
+
+
+@pytest.mark.parametrize("damage", ["bit", "newline", "empty", "gone"])
+async def test_committed_results_that_are_damaged_are_run_again(place, damage):
+    assert await place.work(EchoEngine.from_spec("fail=r1?:400")) is None
+    path = sorted(place.service.folder.segments(place.batch.id).folder.glob("*.seg"))[1]
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    else:
+        if damage == "bit":
+            data[len(data) // 2] ^= 1
+        elif damage == "newline":
+            data[data.index(b"\n")] = ord("x")
+        else:
+            data.clear()
+        path.write_bytes(data)
+    assert place.service.finish(place.batch.id, place.output, place.errors) is None
+    assert not place.output.exists()
+    assert place.service.get(place.batch.id).status == "in_progress"
+    again = []
+    place.events.subscribe(lambda event: again.append(event) if event.name == "request.finished" else None)
+    assert await place.work(EchoEngine.from_spec("fail=r1?:400")) is None
+    output, errors = place.finish()
+    assert sorted(ids(output) + ids(errors)) == sorted(place.ids)
+    # Chunks of 7: whole records of the damaged one are kept.
+    assert len(again) == {"bit": 1, "newline": 2, "empty": 7, "gone": 7}[damage]
+
+
+async def test_an_input_edited_in_place_during_the_run_stops_it_before_anything_altered_is_sent(tmp_path):
+    place = Place(tmp_path, count=2000)
+    sent = []
+
+    class Watching(EchoEngine):
+        async def dispatch(self, requests):
+            sent.extend(one.body for one in requests)
+            if len(sent) == 1:
+                text = place.source.read_text()
+                place.source.write_text(text.replace("marker:r1999", "marker:XXXXX"))
+            return await super().dispatch(requests)
+
+    stop = await place.work(Watching(max_batch=1), concurrency=1)
+    assert stop.reason == "input_changed"
+    assert not any(b"XXXXX" in body for body in sent)
     place.service.close()
 
 

@@ -96,7 +96,7 @@ _MODELS = (
         name="minilm-l6-v2",
         kind="embedding",
         licence="Apache-2.0",
-        summary="A sentence embedding model (all-MiniLM-L6-v2, 384 dimensions, up to 512 tokens).",
+        summary="A sentence embedding model (all-MiniLM-L6-v2, 384 dimensions, up to 256 tokens).",
         megabytes=91,
         files=_minilm(),
     ),

@@ -20,12 +20,13 @@ def read_base_url(given: str) -> str:
         UsageError: it is no HTTP URL.
     """
     url = given.strip()
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = usable and not parts.query and not parts.fragment
     except ValueError:
         usable = False
-    if not usable or parts.query or parts.fragment:
+    if not usable:
         raise UsageError(
             f"The base URL {given!r} is not usable. Give one that begins with http:// or https://, "
             "such as http://127.0.0.1:8000/v1, without a query."
