@@ -1,6 +1,6 @@
 """Floor 9. Live progress of a run: one block on a terminal, plain lines elsewhere, JSON events for programs.
 
-What is drawn is decided by `render_line`, a pure function; the views only decide when.
+What is drawn is decided by `render_lines`, a pure function; the views only decide when.
 """
 
 from __future__ import annotations
@@ -69,8 +69,24 @@ class Meters:
         return Rates(self._requests.per_s, self._tokens.per_s)
 
 
-def render_line(snapshot: Snapshot, rates: Rates, width: int = 100) -> str:
-    """A run in one line of at most *width* characters; what matters least is left out first."""
+def render_lines(snapshot: Snapshot, rates: Rates, width: int) -> list[str]:
+    """A run in as many lines of at most *width* characters as it takes; nothing is left out."""
+    lines = [""]
+    for part in _parts(snapshot, rates):
+        joined = f"{lines[-1]} · {part}" if lines[-1] else part
+        if len(joined) <= width or not lines[-1]:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    return [line if len(line) <= width else line[: max(width - 1, 0)] + "…" for line in lines]
+
+
+def render_line(snapshot: Snapshot, rates: Rates) -> str:
+    """A run in one line, for logs."""
+    return " · ".join(_parts(snapshot, rates))
+
+
+def _parts(snapshot: Snapshot, rates: Rates) -> list[str]:
     share = snapshot.done / snapshot.total if snapshot.total else 1.0
     parts = [f"{snapshot.done:,}/{snapshot.total:,}", f"{share:4.0%}"]
     parts += _speed(rates)
@@ -81,10 +97,7 @@ def render_line(snapshot: Snapshot, rates: Rates, width: int = 100) -> str:
     if snapshot.waiting_retry:
         parts.append(f"{snapshot.waiting_retry:,} to retry")
     parts.append(f"{snapshot.running:,} running")
-    while len(parts) > 2 and len(" · ".join(parts)) > width:
-        parts.pop()
-    line = " · ".join(parts)
-    return line if len(line) <= width else line[: max(width - 1, 0)] + "…"
+    return parts
 
 
 def _speed(rates: Rates) -> list[str]:
@@ -107,6 +120,9 @@ def _time_left(snapshot: Snapshot, rates: Rates) -> list[str]:
     if not remaining:
         return []
     left_s = eta_s(remaining, rates.requests_per_s)
+    if snapshot.note:
+        # Nothing moves: what the last seconds' rate says of the time left is not so.
+        left_s = None
     parts = [f"ETA {duration(left_s)}"] if left_s is not None else ["ETA unknown"]
     if snapshot.deadline_at is not None:
         until_s = snapshot.deadline_at - snapshot.now
@@ -184,7 +200,7 @@ class LiveView:
         text = Text.assemble(
             ("━" * (filled - red), "green"), ("━" * red, "red"), ("─" * (bar_width - filled), "dim")
         )
-        text.append("\n" + render_line(snapshot, rates, width))
+        text.append("".join("\n" + line for line in render_lines(snapshot, rates, width)))
         left_s = eta_s(snapshot.total - snapshot.done, rates.requests_per_s)
         if snapshot.deadline_at is not None:
             found = verdict(left_s, snapshot.deadline_at - snapshot.now)
@@ -228,7 +244,7 @@ class PlainView:
     def _print(self, snapshot: Snapshot, rates: Rates) -> None:
         self._printed = True
         self._last_at, self._last_done = snapshot.now, snapshot.done
-        self._console.print(render_line(snapshot, rates, 160), markup=False)
+        self._console.print(render_line(snapshot, rates), markup=False)
 
 
 class JsonView:
