@@ -7,6 +7,7 @@ thread) into submits.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import deque
 from collections.abc import (
     AsyncIterable,
@@ -20,7 +21,7 @@ from collections.abc import (
 )
 from concurrent.futures import Executor
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, overload
 
 from batchyard.batching.dispatcher import Dispatcher
 from batchyard.batching.latency import LatencyCurve
@@ -33,6 +34,44 @@ from batchyard.events import EventBus
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+
+
+def _call(
+    item: Any,
+    /,
+    *,
+    tier: str | None = None,
+    deadline_s: float | None = None,
+    priority: float = 0,
+    timeout_s: float | None = None,
+) -> asyncio.Future[Any]:
+    """Queue an item at once; await the result for its answer, or cancel it.
+
+    Args:
+        item: what the function gets in its list.
+        tier: latency class, one of `tiers`.
+        deadline_s: seconds from now after which the answer is worthless. An item that is still in the
+            queue then, or that no dispatch could answer in time, fails with `DeadlineExceeded`.
+        priority: points of head start, `priority_step_s` each; may be negative.
+        timeout_s: seconds from now after which the caller gives up, wherever the item is then.
+
+    Raises:
+        BatcherClosed: the batcher takes no more items.
+        WrongLoop: it is at work on another event loop.
+    """
+    raise NotImplementedError  # stands for `Dispatcher.submit` where signatures and docs are read
+
+
+class _CallSignature:
+    """`inspect.signature` of an instance, which a slot cannot tell; nothing on the class itself."""
+
+    def __get__(self, instance: object, owner: type) -> inspect.Signature:
+        if instance is None:
+            raise AttributeError("__signature__")
+        return _SIGNATURE
+
+
+_SIGNATURE = inspect.signature(_call)
 
 
 class Batcher(Generic[In, Out]):
@@ -77,7 +116,20 @@ class Batcher(Generic[In, Out]):
         UsageError: the options contradict each other.
     """
 
-    __slots__ = ("__weakref__", "_dispatcher", "_door", "_owner", "_submit")
+    if TYPE_CHECKING:
+        __slots__ = ("__weakref__", "_dispatcher", "_door", "_owner")
+    else:
+        # `__call__` and `submit` are slots that hold the dispatcher's own method, so that calling the
+        # batcher is calling that: one more Python frame would be a tenth of what a call costs.
+        __slots__ = {
+            "__weakref__": None,
+            "_dispatcher": None,
+            "_door": None,
+            "_owner": None,
+            "__call__": _call.__doc__,
+            "submit": _call.__doc__,
+        }
+        __signature__ = _CallSignature()
 
     @overload
     def __init__(
@@ -180,7 +232,7 @@ class Batcher(Generic[In, Out]):
 
     def _take_up(self, dispatcher: Dispatcher, owner: object) -> None:
         self._dispatcher = dispatcher
-        self._submit = dispatcher.submit
+        self.__call__ = self.submit = dispatcher.submit  # type: ignore[method-assign]
         self._door: Door | None = None
         self._owner = owner
 
@@ -203,44 +255,29 @@ class Batcher(Generic[In, Out]):
 
     # -- one item ----------------------------------------------------------------------------------
 
-    def __call__(
-        self,
-        item: In,
-        /,
-        *,
-        tier: str | None = None,
-        deadline_s: float | None = None,
-        priority: float = 0,
-        timeout_s: float | None = None,
-    ) -> Awaitable[Out]:
-        """Queue *item* at once; await the result for its answer.
+    if TYPE_CHECKING:
 
-        Args:
-            item: what the function gets in its list.
-            tier: latency class, one of `tiers`.
-            deadline_s: seconds from now after which the answer is worthless. An item that is still in the
-                queue then, or that no dispatch could answer in time, fails with `DeadlineExceeded`.
-            priority: points of head start, `priority_step_s` each; may be negative.
-            timeout_s: seconds from now after which the caller gives up, wherever the item is then.
+        def __call__(
+            self,
+            item: In,
+            /,
+            *,
+            tier: str | None = None,
+            deadline_s: float | None = None,
+            priority: float = 0,
+            timeout_s: float | None = None,
+        ) -> Awaitable[Out]: ...
 
-        Raises:
-            BatcherClosed: the batcher takes no more items.
-            WrongLoop: it is at work on another event loop.
-        """
-        return self._submit(item, tier, deadline_s, priority, timeout_s)
-
-    def submit(
-        self,
-        item: In,
-        /,
-        *,
-        tier: str | None = None,
-        deadline_s: float | None = None,
-        priority: float = 0,
-        timeout_s: float | None = None,
-    ) -> asyncio.Future[Out]:
-        """Like calling, and gives the future itself, to cancel or to add callbacks to."""
-        return self._submit(item, tier, deadline_s, priority, timeout_s)
+        def submit(
+            self,
+            item: In,
+            /,
+            *,
+            tier: str | None = None,
+            deadline_s: float | None = None,
+            priority: float = 0,
+            timeout_s: float | None = None,
+        ) -> asyncio.Future[Out]: ...
 
     # -- many items --------------------------------------------------------------------------------
 
@@ -260,19 +297,17 @@ class Batcher(Generic[In, Out]):
         cancelled. Where the queue is bounded and blocks, reading *items* stops while it is full.
         """
         dispatcher = self._dispatcher
+        submit = dispatcher.submit
         futures: list[asyncio.Future[Out]] = []
         try:
             if isinstance(items, AsyncIterable):
                 async for item in items:
-                    futures.append(self._submit(item, tier, deadline_s, priority, timeout_s))
+                    futures.append(submit(item, tier, deadline_s, priority, timeout_s))
                     if dispatcher.crowded:
                         await dispatcher.room()
-            elif dispatcher.options.max_queue is None:
-                submit = self._submit
-                futures += [submit(item, tier, deadline_s, priority, timeout_s) for item in items]
             else:
                 for item in items:
-                    futures.append(self._submit(item, tier, deadline_s, priority, timeout_s))
+                    futures.append(submit(item, tier, deadline_s, priority, timeout_s))
                     if dispatcher.crowded:
                         await dispatcher.room()
             return [await future for future in futures]
@@ -342,7 +377,7 @@ class Batcher(Generic[In, Out]):
         window: deque[asyncio.Future[Out]] = deque()
         try:
             async for item in items:
-                window.append(self._submit(item, *how))
+                window.append(dispatcher.submit(item, *how))
                 if dispatcher.crowded:
                     await dispatcher.room()
                 while window and (len(window) >= ahead or window[0].done()):
@@ -377,7 +412,7 @@ class Batcher(Generic[In, Out]):
                     except StopAsyncIteration:
                         more = False
                         break
-                    future = self._submit(item, *how)
+                    future = dispatcher.submit(item, *how)
                     place[future] = index
                     future.add_done_callback(arrived)
                     index += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import os
 import time
 import weakref
@@ -33,6 +34,16 @@ _everyone: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 class Dispatcher(WaitingRoom):
     """The state behind one or more `Batcher` handles."""
+
+    __slots__ = (
+        "__weakref__",
+        "_context",
+        "_owner",
+        "_owner_ref",
+        "_parked",
+        "_runners",
+        "function",
+    )
 
     def __init__(self, function: Callable[[list[Any]], Any], options: Options) -> None:
         self._parked: list[Future] = []
@@ -275,6 +286,7 @@ class Dispatcher(WaitingRoom):
             if timer is not None:
                 timer.cancel()
         self._alarm = self._hold = None
+        self._alarm_at = math.inf
         bells = [bell for bell in (*self._parked, self._bell) if isinstance(bell, asyncio.Future)]
         self._parked = []
         self._bell = None

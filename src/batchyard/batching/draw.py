@@ -50,6 +50,8 @@ class Drawn:
     entries: list[Entry]
     #: Cost of the dispatch as the function sees it, padding included.
     cost: float
+    #: The part of it that is not padding.
+    real_cost: float
     #: `full`, `budget`, `deadline` (one more would have made somebody late) or `free`.
     reason: str
     #: Entries whose deadline cannot be met any more, taken out unserved.
@@ -62,36 +64,33 @@ def draw(line: Line, limits: Limits, item_limit: int, now: float, curve: Latency
     At most *item_limit* items ride. Where a *curve* is given, an entry that would be late even alone is
     dropped, and the dispatch grows only while nobody aboard becomes late by it.
     """
-    if limits.max_cost == math.inf and curve is None:
-        return _draw_by_count(line, limits, item_limit, now)
     entries: list[Entry] = []
     skipped: list[Entry] = []
     late: list[Entry] = []
+    n = 0
     total = largest = dispatch_cost = 0.0
     smallest = first_due = math.inf
     reason = "free"
-    max_cost = limits.max_cost
-    pop = line.pop
-    while len(entries) < item_limit:
-        entry = pop()
-        if entry is None:
-            break
+    max_cost, padded, sizes = limits.max_cost, limits.padded, limits.sizes
+    for entry in line.drain():
         if entry.hard and entry.due <= now:
             late.append(entry)
             continue
         cost = entry.cost
-        low = min(smallest, cost)
-        high = max(largest, cost)
-        n = len(entries) + 1
-        new_cost = limits.cost_of(n, total + cost, high, low)
-        fits = new_cost <= max_cost or n == 1
+        # Spelt out, as it runs for each item: a call of min or max takes three times as long.
+        low = cost if cost < smallest else smallest  # noqa: FURB136
+        high = cost if cost > largest else largest  # noqa: FURB136
+        if sizes:
+            new_cost = limits.cost_of(n + 1, total + cost, high, low)
+        else:
+            new_cost = high * (n + 1) if padded else total + cost
+        fits = new_cost <= max_cost or n == 0
         if curve is not None and fits:
             if entry.hard and now + curve.predict_s(limits.size_of(1), limits.cost_alone(cost)) > entry.due:
                 late.append(entry)
                 continue
-            due = entry.due if entry.hard else math.inf
-            due = min(first_due, due)
-            fits = n == 1 or now + curve.predict_s(limits.size_of(n), new_cost) <= due
+            due = entry.due if entry.hard and entry.due < first_due else first_due
+            fits = n == 0 or now + curve.predict_s(limits.size_of(n + 1), new_cost) <= due
             if fits:
                 first_due = due
             else:
@@ -106,30 +105,13 @@ def draw(line: Line, limits: Limits, item_limit: int, now: float, curve: Latency
         entries.append(entry)
         total += cost
         largest, smallest, dispatch_cost = high, low, new_cost
-    else:
-        reason = "full"
-    line.put_back(skipped)
-    for entry in (*entries, *late):
-        line.leave(entry)
-    return Drawn(entries, dispatch_cost, reason, late)
-
-
-def _draw_by_count(line: Line, limits: Limits, item_limit: int, now: float) -> Drawn:
-    entries: list[Entry] = []
-    late: list[Entry] = []
-    total = largest = 0.0
-    smallest = math.inf
-    while len(entries) < item_limit and (entry := line.pop()) is not None:
-        if entry.hard and entry.due <= now:
-            late.append(entry)
-            line.leave(entry)
-            continue
-        entries.append(entry)
-        line.leave(entry)
-        cost = entry.cost
-        total += cost
-        largest = max(largest, cost)
-        smallest = min(smallest, cost)
-    n = len(entries)
-    cost = limits.cost_of(n, total, largest, smallest) if total else 0.0
-    return Drawn(entries, cost, "full" if n >= item_limit else "free", late)
+        n += 1
+        if n >= item_limit:
+            reason = "full"
+            break
+    if skipped:
+        line.put_back(skipped)
+    line.leave(entries)
+    if late:
+        line.leave(late)
+    return Drawn(entries, dispatch_cost, total, reason, late)

@@ -20,7 +20,7 @@ from batchyard.batching.function import Future, fail
 from batchyard.batching.latency import LatencyFit
 from batchyard.batching.options import Options
 from batchyard.batching.policy import Deadline, Greedy
-from batchyard.batching.queue import Alarm, Entry, Lanes, Line
+from batchyard.batching.queue import Alarm, Entry, Lanes, Line, new_entry
 from batchyard.batching.stats import Tally
 from batchyard.errors import BatcherClosed, DeadlineExceeded, ItemTooLarge, QueueFull, UsageError, WrongLoop
 
@@ -35,26 +35,61 @@ def _still_open(future: Future) -> bool:
     return not future.done()
 
 
-def checked_cost(cost: float) -> float:
-    """*cost*, if it is one.
-
-    Raises:
-        UsageError: it is negative or no number.
-    """
-    if not cost >= 0:
-        raise UsageError(f"The cost function gave {cost!r} for an item. It must give a number, 0 or more.")
-    return cost
+def _no_cost(cost: object) -> str:
+    return f"The cost function gave {cost!r} for an item. It must give a number, 0 or more."
 
 
 class Intake(ABC):
     """The queue of one batcher as those see it who put items in, take them out, or count them."""
 
+    # Slots, as a class with so many attributes would else look each of them up in a dictionary.
+    __slots__ = (
+        "_alarm",
+        "_alarm_at",
+        "_asks_deadlines",
+        "_ats",
+        "_bell",
+        "_closing",
+        "_crowd",
+        "_deadlines",
+        "_drainers",
+        "_drawn_at",
+        "_entry_of",
+        "_exact",
+        "_futures",
+        "_hold",
+        "_items",
+        "_lanes",
+        "_learns",
+        "_lobby",
+        "_loop",
+        "_max_item_cost",
+        "_new_future",
+        "_no_tier",
+        "_now",
+        "_plain",
+        "_push_at",
+        "_push_future",
+        "_push_item",
+        "_rate",
+        "_tier_of",
+        "_timeouts",
+        "fit",
+        "options",
+        "tally",
+    )
+
     def __init__(self, options: Options) -> None:
         self.options = options
         self.tally = Tally()
         self.fit = LatencyFit()
-        self._run_of = {tier: run for run, tier in enumerate(options.tiers, start=1)}
-        self._default_target_s = next(iter(options.tiers.values()), 0.0)
+        #: The run and the target in seconds of each tier; items without a tier have a run of their own.
+        self._tier_of = {
+            tier: (run, target_s) for run, (tier, target_s) in enumerate(options.tiers.items(), start=1)
+        }
+        self._no_tier = (len(options.tiers) + 1, next(iter(options.tiers.values()), 0.0))
+        #: The most that an item may cost, by itself and filled up to the smallest allowed size.
+        self._max_item_cost = options.limits.max_cost / options.limits.size_of(1)
         self._asks_deadlines = isinstance(options.policy, Deadline)
         #: Whether the policy reads the curve and hears of dispatches; greedy needs neither.
         self._learns = not isinstance(options.policy, Greedy)
@@ -103,6 +138,8 @@ class Intake(ABC):
         self._deadlines: Alarm[Entry] = Alarm(_still_waits)
         self._timeouts: Alarm[Future] = Alarm(_still_open)
         self._alarm: asyncio.TimerHandle | None = None
+        #: When the alarm rings; infinity while none is set.
+        self._alarm_at = math.inf
         self._hold: asyncio.TimerHandle | None = None
         #: Those who wait for the lobby to become empty before they bring more.
         self._crowd: list[Future] = []
@@ -115,7 +152,7 @@ class Intake(ABC):
     def _new_lanes(self) -> Lanes:
         options = self.options
         track = options.holds or options.overflow == "drop_oldest"
-        return Lanes(len(self._run_of) + 1, keyed=options.key is not None, track_arrivals=track)
+        return Lanes(len(options.tiers) + 1, keyed=options.key is not None, tracked=track)
 
     def bind(self) -> None:
         """Make the running loop ours.
@@ -191,21 +228,24 @@ class Intake(ABC):
         if self._closing:
             raise BatcherClosed(f"{self.options.name} is closed and takes no more items.")
         options = self.options
-        run = len(self._run_of) + 1
-        if tier is not None:
-            known = self._run_of.get(tier)
-            if known is None:
-                raise UsageError(
-                    f'tier="{tier}" is not known to {options.name}. Use one of: {", ".join(self._run_of)}.'
-                )
-            run = known
-        if self._lanes is None:
-            self._upgrade()
+        if tier is None:
+            run, target_s = self._no_tier
+        elif tier in self._tier_of:
+            run, target_s = self._tier_of[tier]
+        else:
+            raise UsageError(
+                f'tier="{tier}" is not known to {options.name}. Use one of: {", ".join(self._tier_of)}.'
+            )
+        lanes = self._lanes
+        if lanes is None:
+            lanes = self._upgrade()
         key = None
         cost = 1.0
         try:
             if options.cost is not None:
-                cost = checked_cost(options.cost(item))
+                cost = options.cost(item)
+                if not cost >= 0:
+                    raise UsageError(_no_cost(cost))  # noqa: TRY301 - the item's own error too
             if options.key is not None:
                 key = options.key(item)
                 hash(key)
@@ -213,52 +253,69 @@ class Intake(ABC):
             self.tally.failed += 1
             fail(future, error)
             return
-        limits = options.limits
-        if cost > limits.max_cost or limits.cost_alone(cost) > limits.max_cost:
-            self.tally.failed += 1
-            future.set_exception(
-                ItemTooLarge(
-                    f"This item alone costs {limits.cost_alone(cost):g}, and a dispatch of "
-                    f"{options.name} may cost {limits.max_cost:g}. Split it, or raise max_cost."
-                )
-            )
+        if cost > self._max_item_cost:
+            self._refuse_size(future, cost)
             return
         at = self._now()
-        due = math.inf
-        if tier is not None:
-            rank = due = at + options.tiers[tier]
-            if deadline_s is not None:
-                due = at + deadline_s
-                rank = min(rank, due)
-        elif deadline_s is not None:
-            rank = due = at + deadline_s
+        entry = new_entry()
+        entry.ticket = future
+        entry.item = item
+        entry.cost = cost
+        entry.at = at
+        entry.line = None
+        rank = at + target_s
+        if deadline_s is None:
+            entry.due = math.inf if tier is None else rank
+            entry.hard = False
         else:
-            rank = at + self._default_target_s
-        if priority:
-            rank -= priority * options.priority_step_s
-        entry = Entry(future, item, cost, at, rank, due, deadline_s is not None)
+            due = at + deadline_s
+            if due < rank or tier is None:
+                rank = due
+            entry.due = due
+            entry.hard = True
+        entry.rank = rank - priority * options.priority_step_s if priority else rank
         if timeout_s is not None:
+            self._timeouts.prune()
             self._timeouts.add(at + timeout_s, future)
             self._arm(at + timeout_s)
         if deadline_s is not None:
-            if deadline_s <= 0:
+            if not deadline_s > 0:
                 self.tally.expired += 1
                 future.set_exception(DeadlineExceeded("The deadline had passed when the item was submitted."))
                 return
             self._deadlines.add(due, entry)
-            self._arm(due)
-        if options.max_queue is not None and len(self._lanes or ()) >= options.max_queue:
+            if due < self._alarm_at:
+                self._arm(due)
+        if options.max_queue is not None and len(lanes) >= options.max_queue:
             self._overflow(entry, run, key)
-        else:
+        elif self._exact:
             self._admit(entry, run, key)
+        else:
+            line = lanes.only
+            if line is None:
+                lanes.push(entry, run, key)
+            else:
+                line.push(entry, run)
+            if self._bell is not None:
+                self._ring()
+
+    def _refuse_size(self, future: Future, cost: float) -> None:
+        limits = self.options.limits
+        self.tally.failed += 1
+        future.set_exception(
+            ItemTooLarge(
+                f"This item alone costs {limits.cost_alone(cost):g}, and a dispatch of "
+                f"{self.options.name} may cost {limits.max_cost:g}. Split it, or raise max_cost."
+            )
+        )
 
     def _admit(self, entry: Entry, run: int, key: Any) -> None:
+        """Queue *entry* where cancelled items are counted out at once, or where a policy may hold."""
         lanes = self._lanes
         assert lanes is not None
         line = lanes.push(entry, run, key)
-        if self._exact:
-            self._entry_of[entry.ticket] = entry
-            entry.ticket.add_done_callback(self._left_queue)
+        self._entry_of[entry.ticket] = entry
+        entry.ticket.add_done_callback(self._left_queue)
         if self._bell is not None:
             if self.options.holds:
                 self._consider(line)
@@ -285,19 +342,23 @@ class Intake(ABC):
             pushed_out.set_exception(QueueFull(f"{full}, and this one was pushed out as the oldest."))
         self._admit(entry, run, key)
 
-    def _upgrade(self) -> None:
+    def _upgrade(self) -> Lanes:
         """Move from the plain deques to lanes: somebody uses a tier, deadline, priority or timeout."""
         lanes = self._lanes = self._new_lanes()
         self._plain = False
-        run = len(self._run_of) + 1
+        run, target_s = self._no_tier
         for future, item, at in zip(self._futures, self._items, self._ats, strict=True):
             if future.done():
                 self.tally.cancelled += 1
             else:
-                lanes.push(Entry(future, item, 1.0, at, at + self._default_target_s, math.inf, False), run)
+                entry = new_entry()
+                entry.ticket, entry.item, entry.cost, entry.at = future, item, 1.0, at
+                entry.rank, entry.due, entry.hard, entry.line = at + target_s, math.inf, False, None
+                lanes.push(entry, run)
         self._futures.clear()
         self._items.clear()
         self._ats.clear()
+        return lanes
 
     def _left_queue(self, future: Future) -> None:
         """A queued item's future is done before its turn: its caller gave up."""
@@ -313,7 +374,7 @@ class Intake(ABC):
         future: Future = entry.ticket
         entry.ticket = entry.item = None
         if entry.line is not None:
-            entry.line.leave(entry)
+            entry.line.leave((entry,))
             if self._exact:
                 del self._entry_of[future]
                 future.remove_done_callback(self._left_queue)

@@ -175,7 +175,9 @@ def draw_pack(
             up += 1
         else:
             break
-        room = len(lengths) if length == 0 else (max_tokens - tokens) // length
+        left = max_tokens - tokens
+        # Empty texts cost nothing, but ride with nobody who alone is over the budget.
+        room = left // length if length else len(lengths) * (left >= 0)
         if max_items is not None:
             room = min(room, max_items - len(pack))
         taken = alike[length][: max(room, 0 if pack else 1)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -28,38 +28,47 @@ class Ticket(Protocol):
 
 
 class Entry:
-    """One waiting item. `ticket` turns None once the entry has left the queue."""
+    """One waiting item.
+
+    Made by `new_entry` and setting every attribute, which takes half the time of a call with arguments;
+    one is made for each item.
+    """
 
     __slots__ = ("at", "cost", "due", "hard", "item", "line", "rank", "ticket")
 
-    def __init__(  # noqa: PLR0917 - positional, as one is made for each item
-        self,
-        ticket: Any,
-        item: Any,
-        cost: float,
-        at: float,
-        rank: float,
-        due: float,
-        hard: bool,  # noqa: FBT001 - as above
-    ) -> None:
-        self.ticket: Any = ticket
-        self.item = item
-        self.cost = cost
-        self.at = at
-        self.rank = rank
-        #: When it wants its answer; infinity where nobody said.
-        self.due = due
-        #: Whether `due` is a deadline after which the answer is worthless.
-        self.hard = hard
-        #: The line it stands in, once it does.
-        self.line: Line | None = None
+    #: What brings the answer; None once the entry has left the queue.
+    ticket: Any
+    item: Any
+    cost: float
+    #: When it arrived.
+    at: float
+    rank: float
+    #: When it wants its answer; infinity where nobody said.
+    due: float
+    #: Whether `due` is a deadline after which the answer is worthless.
+    hard: bool
+    #: The line it stands in, once it does.
+    line: Line | None
+
+
+def new_entry() -> Entry:
+    """An entry with nothing set yet."""
+    return _blank(Entry)
+
+
+_blank = object.__new__
 
 
 class Line:
-    """Entries that may ride together, popped by rank.
+    """Entries that may ride together, drained by rank.
 
     Most pushes arrive in rank order (one tier, one constant deadline), so each tier has a run, a plain
     deque; the few that do not go to a heap. Run 0 holds what a draw had to skip.
+
+    Args:
+        runs: how many tiers there are; `push` names one, 1 and up.
+        key: what the entries have in common.
+        tracked: keep arrival order and sums too, for policies that hold and queues that drop the oldest.
     """
 
     __slots__ = (
@@ -67,6 +76,7 @@ class Line:
         "_runs",
         "_seq",
         "_tails",
+        "_tracked",
         "arrivals",
         "arrivals_sum",
         "cost",
@@ -76,18 +86,21 @@ class Line:
         "live",
     )
 
-    def __init__(self, runs: int, key: Hashable = None, *, track_arrivals: bool = False) -> None:
+    def __init__(self, runs: int, key: Hashable = None, *, tracked: bool = False) -> None:
         self.key = key
         self._runs: list[deque[Entry]] = [deque() for _ in range(runs + 1)]
         self._tails = [-math.inf] * (runs + 1)
         self._heap: list[tuple[float, int, Entry]] = []
         self._seq = 0
-        #: Entries not yet known to be dead, their cost, their largest cost and their arrival times.
+        #: Entries not yet known to be dead.
         self.live = 0
+        self._tracked = tracked
+        #: Of those, where tracked: their cost, the largest of any since the line was empty, the sum of
+        #: their arrival times, and themselves in order of arrival.
         self.cost = 0.0
         self.largest = 0.0
         self.arrivals_sum = 0.0
-        self.arrivals: deque[Entry] | None = deque() if track_arrivals else None
+        self.arrivals: deque[Entry] = deque()
         #: Cancelled entries met and dropped so far.
         self.dead = 0
 
@@ -101,22 +114,23 @@ class Line:
             self._seq += 1
             heapq.heappush(self._heap, (rank, self._seq, entry))
         self.live += 1
-        cost = entry.cost
-        self.cost += cost
-        self.largest = max(self.largest, cost)
-        self.arrivals_sum += entry.at
         entry.line = self
-        if self.arrivals is not None:
+        if self._tracked:
+            cost = entry.cost
+            self.cost += cost
+            self.largest = max(self.largest, cost)
+            self.arrivals_sum += entry.at
             self.arrivals.append(entry)
 
-    def leave(self, entry: Entry) -> None:
-        """Count *entry* out: drawn, cancelled or expired. Its ticket is the caller's to take."""
-        self.live -= 1
-        if self.live:
-            self.cost -= entry.cost
-            self.arrivals_sum -= entry.at
-        else:
+    def leave(self, entries: Sequence[Entry]) -> None:
+        """Count *entries* out: drawn, cancelled or expired. Their tickets are the caller's to take."""
+        self.live -= len(entries)
+        if not self.live:
             self._reset()
+        elif self._tracked:
+            for entry in entries:
+                self.cost -= entry.cost
+                self.arrivals_sum -= entry.at
 
     def _reset(self) -> None:
         """Forget everything at once; also what rounding left, and tails that a far deadline pushed out."""
@@ -125,21 +139,46 @@ class Line:
             run.clear()
         self._heap.clear()
         self._tails = [-math.inf] * len(self._tails)
-        if self.arrivals is not None:
-            self.arrivals.clear()
+        self.arrivals.clear()
 
-    def pop(self) -> Entry | None:
-        """Take the first live entry out of the order; the caller counts it out or puts it back."""
+    def drain(self) -> Iterator[Entry]:
+        """Take live entries out of the order, first to last; the caller counts each out or puts it back.
+
+        Nothing may be pushed while an iteration is under way.
+        """
         while self.live:
+            busy = [run for run in self._runs if run]
+            if len(busy) == 1 and not self._heap:
+                # One tier, in order: nothing to choose.
+                run = busy[0]
+                while run:
+                    entry = run.popleft()
+                    ticket = entry.ticket
+                    if ticket is None:
+                        continue
+                    if ticket.done():
+                        self._drop(entry)
+                        continue
+                    yield entry
+                return
+            first = self._pop(busy)
+            if first is None:
+                return
+            yield first
+
+    def _pop(self, busy: list[deque[Entry]]) -> Entry | None:
+        """The first live entry of several runs and the heap."""
+        heap = self._heap
+        while True:
             source: deque[Entry] | None = None
             best = math.inf
-            for run in self._runs:
+            for run in busy:
                 # Strictly smaller: among equals the earlier run, which is the earlier arrival.
                 if run and (rank := run[0].rank) < best:
                     best = rank
                     source = run
-            if self._heap and self._heap[0][0] < best:
-                entry = heapq.heappop(self._heap)[2]
+            if heap and heap[0][0] < best:
+                entry = heapq.heappop(heap)[2]
             elif source is not None:
                 entry = source.popleft()
             else:
@@ -151,10 +190,9 @@ class Line:
                 self._drop(entry)
                 continue
             return entry
-        return None
 
     def put_back(self, skipped: list[Entry]) -> None:
-        """Return entries that a draw popped and could not take, in the order they were popped."""
+        """Return entries that a draw took out and could not carry, in the order they came."""
         self._runs[0].extendleft(reversed(skipped))
 
     def _heads(self) -> Iterator[Entry]:
@@ -173,7 +211,7 @@ class Line:
         if entry.ticket is not None:
             entry.ticket = None
             self.dead += 1
-            self.leave(entry)
+            self.leave((entry,))
 
     def head_rank(self) -> float:
         """Rank of the first live entry; infinity when nobody waits."""
@@ -186,8 +224,6 @@ class Line:
     def oldest(self) -> Entry | None:
         """The longest waiting entry; only where arrivals are tracked."""
         arrivals = self.arrivals
-        if arrivals is None:
-            return None
         while arrivals and (arrivals[0].ticket is None or arrivals[0].ticket.done()):
             arrivals.popleft()
         return arrivals[0] if arrivals else None
@@ -210,15 +246,16 @@ class Lanes:
     Args:
         runs: how many tiers there are; `push` names one, 1 and up.
         keyed: whether there are several lines at all.
-        track_arrivals: keep arrival order too, for policies that hold.
+        tracked: keep arrival order and sums in each.
     """
 
-    __slots__ = ("_lines", "_only", "_order", "_runs", "_seq", "_track", "dead")
+    __slots__ = ("_lines", "_order", "_runs", "_seq", "_tracked", "dead", "only")
 
-    def __init__(self, runs: int, *, keyed: bool, track_arrivals: bool) -> None:
+    def __init__(self, runs: int, *, keyed: bool, tracked: bool) -> None:
         self._runs = runs
-        self._track = track_arrivals
-        self._only = None if keyed else Line(runs, track_arrivals=track_arrivals)
+        self._tracked = tracked
+        #: The one line there is where no key function was given.
+        self.only = None if keyed else Line(runs, tracked=tracked)
         self._lines: dict[Hashable, Line] = {}
         #: Lines by the rank of their head at the time of the push; stale ones are put right when met.
         self._order: list[tuple[float, int, Line]] = []
@@ -227,34 +264,29 @@ class Lanes:
 
     def __len__(self) -> int:
         """Entries not yet known to be dead."""
-        if self._only is not None:
-            return self._only.live
+        if self.only is not None:
+            return self.only.live
         return sum(line.live for line in self._lines.values())
 
     def __bool__(self) -> bool:
-        if self._only is not None:
-            return self._only.live > 0
+        if self.only is not None:
+            return self.only.live > 0
         return any(line.live for line in self._lines.values())
 
     @property
     def keys(self) -> int:
         """How many lines there are."""
-        return 1 if self._only is not None else len(self._lines)
-
-    @property
-    def only(self) -> Line | None:
-        """The one line there is where no key function was given."""
-        return self._only
+        return 1 if self.only is not None else len(self._lines)
 
     def push(self, entry: Entry, run: int, key: Hashable = None) -> Line:
         """Add *entry* to the line of *key*."""
-        line = self._only
+        line = self.only
         if line is not None:
             line.push(entry, run)
             return line
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = Line(self._runs, key, track_arrivals=self._track)
+            line = self._lines[key] = Line(self._runs, key, tracked=self._tracked)
             self._promise(line, entry.rank)
         elif entry.rank < line.head_rank():
             self._promise(line, entry.rank)
@@ -267,8 +299,8 @@ class Lanes:
 
     def first(self) -> Line | None:
         """The line to serve next."""
-        if self._only is not None:
-            return self._only if self._only.live else None
+        if self.only is not None:
+            return self.only if self.only.live else None
         while self._order:
             rank, _, line = self._order[0]
             actual = line.head_rank()
@@ -285,7 +317,7 @@ class Lanes:
 
     def settle(self, line: Line) -> None:
         """After a draw from *line*: place it by its new head, or let it go."""
-        if self._only is not None:
+        if self.only is not None:
             self.dead += line.dead
             line.dead = 0
             return
@@ -304,8 +336,8 @@ class Lanes:
 
     def lines(self) -> list[Line]:
         """All lines with somebody in them."""
-        if self._only is not None:
-            return [self._only] if self._only.live else []
+        if self.only is not None:
+            return [self.only] if self.only.live else []
         return [line for line in self._lines.values() if line.live]
 
     def entries(self) -> Iterator[Entry]:
@@ -318,10 +350,10 @@ class Alarm(Generic[T]):
     """Things with an instant each, taken once it has come.
 
     Most come in order of their instant and lie in two plain deques; the others in a heap. Things that
-    need no alarm any more are let go as they are met, and all at once when they outnumber the rest.
+    need no alarm any more are let go all at once, when they may outnumber the rest.
     """
 
-    __slots__ = ("_ats", "_heap", "_needed", "_seq", "_sweep_at", "_things")
+    __slots__ = ("_ats", "_heap", "_needed", "_seq", "_things", "_until_sweep")
 
     def __init__(self, needed: Callable[[T], bool]) -> None:
         self._needed = needed
@@ -329,7 +361,7 @@ class Alarm(Generic[T]):
         self._things: deque[T] = deque()
         self._heap: list[tuple[float, int, T]] = []
         self._seq = 0
-        self._sweep_at = 1024
+        self._until_sweep = 1024
 
     def __len__(self) -> int:
         return len(self._ats) + len(self._heap)
@@ -337,18 +369,24 @@ class Alarm(Generic[T]):
     def add(self, at: float, thing: T) -> None:
         """Set *thing*'s alarm to *at*."""
         ats = self._ats
-        needed = self._needed
-        while ats and not needed(self._things[0]):
-            ats.popleft()
-            self._things.popleft()
         if not ats or at >= ats[-1]:
             ats.append(at)
             self._things.append(thing)
         else:
             self._seq += 1
             heapq.heappush(self._heap, (at, self._seq, thing))
-        if len(ats) + len(self._heap) >= self._sweep_at:
+        self._until_sweep -= 1
+        if not self._until_sweep:
             self._sweep()
+
+    def prune(self) -> None:
+        """Let go of the first things that need no alarm any more."""
+        ats = self._ats
+        while ats and not self._needed(self._things[0]):
+            ats.popleft()
+            self._things.popleft()
+        while self._heap and not self._needed(self._heap[0][2]):
+            heapq.heappop(self._heap)
 
     def _sweep(self) -> None:
         kept = [(at, thing) for at, thing in zip(self._ats, self._things, strict=True) if self._needed(thing)]
@@ -356,16 +394,12 @@ class Alarm(Generic[T]):
         self._things = deque(thing for _, thing in kept)
         self._heap = [one for one in self._heap if self._needed(one[2])]
         heapq.heapify(self._heap)
-        # Doubling what is left pays for the next sweep with the additions until then.
-        self._sweep_at = max(1024, 2 * len(self))
+        # As many additions as there are things left pay for the next sweep.
+        self._until_sweep = max(1024, len(self))
 
     def next_at(self) -> float:
         """The earliest instant that still matters; infinity when none does."""
-        while self._ats and not self._needed(self._things[0]):
-            self._ats.popleft()
-            self._things.popleft()
-        while self._heap and not self._needed(self._heap[0][2]):
-            heapq.heappop(self._heap)
+        self.prune()
         first = self._ats[0] if self._ats else math.inf
         return min(first, self._heap[0][0]) if self._heap else first
 

@@ -46,6 +46,8 @@ def _cost(entry: Entry) -> float:
 class WaitingRoom(Intake):
     """The queue of one batcher as those see it who draw from it."""
 
+    __slots__ = ()
+
     # -- holds and alarms ----------------------------------------------------------------------------
 
     def _consider(self, line: Line) -> None:
@@ -111,16 +113,17 @@ class WaitingRoom(Intake):
 
     def _arm(self, at: float) -> None:
         """Have the alarm ring at *at* or before."""
-        alarm = self._alarm
-        if alarm is not None:
-            if alarm.when() <= at:
-                return
-            alarm.cancel()
+        if self._alarm_at <= at:
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
         assert self._loop is not None
+        self._alarm_at = at
         self._alarm = self._loop.call_at(at, self._alarm_rings)
 
     def _alarm_rings(self) -> None:
         self._alarm = None
+        self._alarm_at = math.inf
         # The loop fires a timer up to its clock's resolution early.
         now = self._now() + 1e-6
         for entry in self._deadlines.take_due(now):
@@ -169,9 +172,8 @@ class WaitingRoom(Intake):
                     ats = [ats[i] for i in live]
                     break
             if futures:
-                return Dispatch(
-                    futures, items, float(len(items)), 0.0, ats, "full" if n == limit else "free", items[-1]
-                )
+                reason = "full" if n == limit else "free"
+                return Dispatch(futures, items, float(len(items)), 0.0, ats, reason, items[-1])
         return None
 
     def _draw_from(self, lanes: Lanes) -> Dispatch | None:
@@ -187,13 +189,12 @@ class WaitingRoom(Intake):
             limit = options.policy.item_limit(limits.max_items, curve)
             asked = curve if self._asks_deadlines and curve.known else None
             drawn = draw(line, limits, limit, now, asked)
-            for entry in drawn.late:
-                self.tally.expired += 1
-                self._detach(entry).set_exception(
-                    DeadlineExceeded("The item's deadline had passed or no dispatch could meet it any more.")
-                )
+            if drawn.late:
+                self._too_late(drawn.late)
             entries = drawn.entries
-            futures = [self._detach(entry) for entry in entries]
+            items = [entry.item for entry in entries]
+            filler = self._filler(entries)
+            futures = self._detach(entries)
             lanes.settle(line)
             self._count_dead()
             if self._lobby:
@@ -201,30 +202,39 @@ class WaitingRoom(Intake):
             if options.holds:
                 self._measure_rate(len(entries), now)
             if entries:
-                items = [entry.item for entry in entries]
-                filler = items[-1]
-                padding = 0.0
-                if options.cost is not None:
-                    if limits.sizes:
-                        filler = min(entries, key=_cost).item
-                    padding = drawn.cost - sum(entry.cost for entry in entries)
+                ats = [entry.at for entry in entries]
+                padding = 0.0 if options.cost is None else drawn.cost - drawn.real_cost
                 reason = drawn.reason
                 if reason == "free" and (self._closing or self._drainers):
                     reason = "drain"
                 elif reason == "free" and options.holds:
                     reason = "waited"
-                return Dispatch(
-                    futures, items, drawn.cost, padding, [entry.at for entry in entries], reason, filler
-                )
+                return Dispatch(futures, items, drawn.cost, padding, ats, reason, filler)
 
-    def _detach(self, entry: Entry) -> Future:
-        """The future of a drawn entry, free of the watch over the queue."""
-        future: Future = entry.ticket
-        entry.ticket = None
+    def _filler(self, entries: list[Entry]) -> Any:
+        """The item that stands in where an allowed size asks for more: the cheapest, or the last."""
+        if not entries or not self.options.limits.sizes:
+            return None
+        return (entries[-1] if self.options.cost is None else min(entries, key=_cost)).item
+
+    def _too_late(self, entries: list[Entry]) -> None:
+        self.tally.expired += len(entries)
+        for future in self._detach(entries):
+            future.set_exception(
+                DeadlineExceeded("The item's deadline had passed or no dispatch could meet it any more.")
+            )
+
+    def _detach(self, entries: list[Entry]) -> list[Future]:
+        """The futures of drawn entries, free of the watch over the queue."""
+        futures: list[Future] = [entry.ticket for entry in entries]
+        for entry in entries:
+            # An alarm may keep the entry a while; it need not keep the item.
+            entry.ticket = None
         if self._exact:
-            del self._entry_of[future]
-            future.remove_done_callback(self._left_queue)
-        return future
+            for future in futures:
+                del self._entry_of[future]
+                future.remove_done_callback(self._left_queue)
+        return futures
 
     def _line_to_serve(self, lanes: Lanes, now: float) -> Line | None:
         """The line that is due, or None with the timer set to when one will be."""

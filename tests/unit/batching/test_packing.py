@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchyard.batching.packing import (
@@ -71,6 +71,7 @@ def test_best_fit_needs_fewer_packs_than_sorted_runs_where_lengths_complement_ea
 
 
 @given(lengths_of_texts, limits, counts, counts, st.integers(1, 50))
+@example([2, 0], 1, None, None, 2)
 def test_drawing_until_the_queue_is_empty_takes_each_once_and_the_oldest_always(
     lengths, max_tokens, max_items, max_lengths, window
 ):
