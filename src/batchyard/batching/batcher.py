@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import deque
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -28,6 +27,7 @@ from batchyard.batching.latency import LatencyCurve
 from batchyard.batching.options import OnError, Overflow, PolicyChoice, Where, make_options
 from batchyard.batching.policy import Policy
 from batchyard.batching.stats import BatcherStats
+from batchyard.batching.streams import as_completed, in_order
 from batchyard.batching.threads import Door
 from batchyard.errors import UsageError
 from batchyard.events import EventBus
@@ -121,7 +121,7 @@ class Batcher(Generic[In, Out]):
     else:
         # `__call__` and `submit` are slots that hold the dispatcher's own method, so that calling the
         # batcher is calling that: one more Python frame would be a tenth of what a call costs.
-        __slots__ = {
+        __slots__ = {  # noqa: RUF023 - by what they are
             "__weakref__": None,
             "_dispatcher": None,
             "_door": None,
@@ -232,7 +232,8 @@ class Batcher(Generic[In, Out]):
 
     def _take_up(self, dispatcher: Dispatcher, owner: object) -> None:
         self._dispatcher = dispatcher
-        self.__call__ = self.submit = dispatcher.submit  # type: ignore[method-assign]
+        submit = dispatcher.submit if dispatcher.options.plain else dispatcher.enter
+        self.__call__ = self.submit = submit  # type: ignore[method-assign]
         self._door: Door | None = None
         self._owner = owner
 
@@ -366,70 +367,8 @@ class Batcher(Generic[In, Out]):
         if ahead is None:
             ahead = 2 * options.limits.max_items * options.max_parallel
         how = (tier, deadline_s, priority, timeout_s)
-        if ordered:
-            return self._stream_ordered(_as_async(items), ahead, how)
-        return self._stream_as_completed(_as_async(items), ahead, how)
-
-    async def _stream_ordered(
-        self, items: AsyncIterator[In], ahead: int, how: tuple[Any, ...]
-    ) -> AsyncIterator[Out]:
-        dispatcher = self._dispatcher
-        window: deque[asyncio.Future[Out]] = deque()
-        try:
-            async for item in items:
-                window.append(dispatcher.submit(item, *how))
-                if dispatcher.crowded:
-                    await dispatcher.room()
-                while window and (len(window) >= ahead or window[0].done()):
-                    yield await window.popleft()
-            while window:
-                yield await window.popleft()
-        finally:
-            for future in window:
-                future.cancel()
-
-    async def _stream_as_completed(
-        self, items: AsyncIterator[In], ahead: int, how: tuple[Any, ...]
-    ) -> AsyncIterator[tuple[int, Out]]:
-        dispatcher = self._dispatcher
-        place: dict[asyncio.Future[Out], int] = {}
-        finished: deque[asyncio.Future[Out]] = deque()
-        loop = asyncio.get_running_loop()
-        bell: asyncio.Future[None] = loop.create_future()
-
-        def arrived(future: asyncio.Future[Out]) -> None:
-            finished.append(future)
-            if not bell.done():
-                bell.set_result(None)
-
-        try:
-            index = 0
-            more = True
-            while more or place:
-                while more and len(place) < ahead:
-                    try:
-                        item = await anext(items)
-                    except StopAsyncIteration:
-                        more = False
-                        break
-                    future = dispatcher.submit(item, *how)
-                    place[future] = index
-                    future.add_done_callback(arrived)
-                    index += 1
-                    if dispatcher.crowded:
-                        await dispatcher.room()
-                    if finished:
-                        break
-                if not finished and place:
-                    bell = loop.create_future()
-                    await bell
-                while finished:
-                    future = finished.popleft()
-                    yield place.pop(future), future.result()
-        finally:
-            for future in place:
-                future.remove_done_callback(arrived)
-                future.cancel()
+        stream = in_order if ordered else as_completed
+        return stream(self._dispatcher, items, ahead, how)
 
     # -- from threads ------------------------------------------------------------------------------
 
@@ -517,12 +456,3 @@ class Batcher(Generic[In, Out]):
         trace: TracebackType | None,
     ) -> None:
         self._threads().close(drain=kind is None)
-
-
-async def _as_async(items: Iterable[In] | AsyncIterable[In]) -> AsyncIterator[In]:
-    if isinstance(items, AsyncIterable):
-        async for item in items:
-            yield item
-    else:
-        for item in items:
-            yield item

@@ -122,7 +122,7 @@ class Dispatcher(WaitingRoom):
                     if self.in_queue():
                         # Those just answered may have more for the next batch.
                         await asyncio.sleep(0)
-                    continue
+                        continue
                 if self._closing and not self.in_queue():
                     return
                 bell = loop.create_future()

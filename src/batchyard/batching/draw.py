@@ -71,19 +71,18 @@ def draw(line: Line, limits: Limits, item_limit: int, now: float, curve: Latency
     total = largest = dispatch_cost = 0.0
     smallest = first_due = math.inf
     reason = "free"
-    max_cost, padded, sizes = limits.max_cost, limits.padded, limits.sizes
+    max_cost = limits.max_cost
+    ragged = not limits.padded and not limits.sizes
     for entry in line.drain():
         if entry.hard and entry.due <= now:
             late.append(entry)
             continue
         cost = entry.cost
-        # Spelt out, as it runs for each item: a call of min or max takes three times as long.
-        low = cost if cost < smallest else smallest  # noqa: FURB136
-        high = cost if cost > largest else largest  # noqa: FURB136
-        if sizes:
-            new_cost = limits.cost_of(n + 1, total + cost, high, low)
+        if ragged:
+            new_cost = total + cost
         else:
-            new_cost = high * (n + 1) if padded else total + cost
+            low, high = min(smallest, cost), max(largest, cost)
+            new_cost = limits.cost_of(n + 1, total + cost, high, low)
         fits = new_cost <= max_cost or n == 0
         if curve is not None and fits:
             if entry.hard and now + curve.predict_s(limits.size_of(1), limits.cost_alone(cost)) > entry.due:
@@ -104,7 +103,9 @@ def draw(line: Line, limits: Limits, item_limit: int, now: float, curve: Latency
             continue
         entries.append(entry)
         total += cost
-        largest, smallest, dispatch_cost = high, low, new_cost
+        dispatch_cost = new_cost
+        if not ragged:
+            largest, smallest = high, low
         n += 1
         if n >= item_limit:
             reason = "full"

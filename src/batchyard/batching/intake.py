@@ -20,19 +20,24 @@ from batchyard.batching.function import Future, fail
 from batchyard.batching.latency import LatencyFit
 from batchyard.batching.options import Options
 from batchyard.batching.policy import Deadline, Greedy
-from batchyard.batching.queue import Alarm, Entry, Lanes, Line, new_entry
+from batchyard.batching.queue import Deadlines, Entry, Lanes, Line, blank
 from batchyard.batching.stats import Tally
-from batchyard.errors import BatcherClosed, DeadlineExceeded, ItemTooLarge, QueueFull, UsageError, WrongLoop
+from batchyard.errors import (
+    AnswerTimeout,
+    BatcherClosed,
+    DeadlineExceeded,
+    ItemTooLarge,
+    QueueFull,
+    UsageError,
+    WrongLoop,
+)
 
 _running_loop = asyncio.get_running_loop
 
 
-def _still_waits(entry: Entry) -> bool:
-    return entry.ticket is not None and not entry.ticket.done()
-
-
-def _still_open(future: Future) -> bool:
-    return not future.done()
+def _time_out(future: Future) -> None:
+    if not future.done():
+        future.set_exception(AnswerTimeout("The item's timeout_s passed without an answer."))
 
 
 def _no_cost(cost: object) -> str:
@@ -65,7 +70,6 @@ class Intake(ABC):
         "_loop",
         "_max_item_cost",
         "_new_future",
-        "_no_tier",
         "_now",
         "_plain",
         "_push_at",
@@ -73,7 +77,6 @@ class Intake(ABC):
         "_push_item",
         "_rate",
         "_tier_of",
-        "_timeouts",
         "fit",
         "options",
         "tally",
@@ -83,11 +86,12 @@ class Intake(ABC):
         self.options = options
         self.tally = Tally()
         self.fit = LatencyFit()
-        #: The run and the target in seconds of each tier; items without a tier have a run of their own.
-        self._tier_of = {
+        #: The run and the target in seconds of each tier; items without one have a run of their own and
+        #: the target of the first tier.
+        self._tier_of: dict[str | None, tuple[int, float]] = {
             tier: (run, target_s) for run, (tier, target_s) in enumerate(options.tiers.items(), start=1)
         }
-        self._no_tier = (len(options.tiers) + 1, next(iter(options.tiers.values()), 0.0))
+        self._tier_of[None] = (len(options.tiers) + 1, next(iter(options.tiers.values()), 0.0))
         #: The most that an item may cost, by itself and filled up to the smallest allowed size.
         self._max_item_cost = options.limits.max_cost / options.limits.size_of(1)
         self._asks_deadlines = isinstance(options.policy, Deadline)
@@ -113,7 +117,7 @@ class Intake(ABC):
 
     @abstractmethod
     def _arm(self, at: float) -> None:
-        """Have the alarm for deadlines and timeouts ring at *at* or before."""
+        """Have the alarm for deadlines ring at *at* or before."""
 
     @abstractmethod
     def _wake_drainers(self) -> None:
@@ -135,8 +139,7 @@ class Intake(ABC):
         self._exact = self.options.holds or self.options.max_queue is not None
         self._entry_of: dict[Future, Entry] = {}
         self._lobby: deque[tuple[Entry, int, Any]] = deque()
-        self._deadlines: Alarm[Entry] = Alarm(_still_waits)
-        self._timeouts: Alarm[Future] = Alarm(_still_open)
+        self._deadlines = Deadlines()
         self._alarm: asyncio.TimerHandle | None = None
         #: When the alarm rings; infinity while none is set.
         self._alarm_at = math.inf
@@ -212,30 +215,31 @@ class Intake(ABC):
             self._push_at(self._now())
             if self._bell is not None:
                 self._ring()
-        else:
-            self._enter(future, item, tier, deadline_s, priority, timeout_s)
-        return future
+            return future
+        return self.enter(item, tier, deadline_s, priority, timeout_s, future)
 
-    def _enter(  # noqa: PLR0917 - `submit` without its shortcut
+    def enter(  # noqa: PLR0917 - `submit`, and its future
         self,
-        future: Future,
         item: Any,
-        tier: str | None,
-        deadline_s: float | None,
-        priority: float,
-        timeout_s: float | None,
-    ) -> None:
+        tier: str | None = None,
+        deadline_s: float | None = None,
+        priority: float = 0,
+        timeout_s: float | None = None,
+        future: Future | None = None,
+    ) -> Future:
+        """What `submit` does where an item has more to it than being one; *future* is its own."""
+        if future is None:
+            if _running_loop() is not self._loop:
+                self.bind()
+            future = self._new_future()
         if self._closing:
             raise BatcherClosed(f"{self.options.name} is closed and takes no more items.")
         options = self.options
-        if tier is None:
-            run, target_s = self._no_tier
-        elif tier in self._tier_of:
+        try:
             run, target_s = self._tier_of[tier]
-        else:
-            raise UsageError(
-                f'tier="{tier}" is not known to {options.name}. Use one of: {", ".join(self._tier_of)}.'
-            )
+        except (KeyError, TypeError):
+            known = ", ".join(options.tiers)
+            raise UsageError(f'tier="{tier}" is not known to {options.name}. Use one of: {known}.') from None
         lanes = self._lanes
         if lanes is None:
             lanes = self._upgrade()
@@ -252,17 +256,16 @@ class Intake(ABC):
         except Exception as error:  # noqa: BLE001 - the item's own error, whatever it is
             self.tally.failed += 1
             fail(future, error)
-            return
+            return future
         if cost > self._max_item_cost:
             self._refuse_size(future, cost)
-            return
+            return future
         at = self._now()
-        entry = new_entry()
+        entry = blank(Entry)
         entry.ticket = future
         entry.item = item
         entry.cost = cost
         entry.at = at
-        entry.line = None
         rank = at + target_s
         if deadline_s is None:
             entry.due = math.inf if tier is None else rank
@@ -275,22 +278,18 @@ class Intake(ABC):
             entry.hard = True
         entry.rank = rank - priority * options.priority_step_s if priority else rank
         if timeout_s is not None:
-            self._timeouts.prune()
-            self._timeouts.add(at + timeout_s, future)
-            self._arm(at + timeout_s)
+            assert self._loop is not None
+            timer = self._loop.call_at(at + timeout_s, _time_out, future)
+            future.add_done_callback(lambda _: timer.cancel())
         if deadline_s is not None:
             if not deadline_s > 0:
                 self.tally.expired += 1
                 future.set_exception(DeadlineExceeded("The deadline had passed when the item was submitted."))
-                return
-            self._deadlines.add(due, entry)
+                return future
+            self._deadlines.add(entry)
             if due < self._alarm_at:
                 self._arm(due)
-        if options.max_queue is not None and len(lanes) >= options.max_queue:
-            self._overflow(entry, run, key)
-        elif self._exact:
-            self._admit(entry, run, key)
-        else:
+        if not self._exact:
             line = lanes.only
             if line is None:
                 lanes.push(entry, run, key)
@@ -298,6 +297,11 @@ class Intake(ABC):
                 line.push(entry, run)
             if self._bell is not None:
                 self._ring()
+        elif options.max_queue is not None and len(lanes) >= options.max_queue:
+            self._overflow(entry, run, key)
+        else:
+            self._admit(entry, run, key)
+        return future
 
     def _refuse_size(self, future: Future, cost: float) -> None:
         limits = self.options.limits
@@ -326,6 +330,7 @@ class Intake(ABC):
         overflow = self.options.overflow
         full = f"The queue of {self.options.name} holds {self.options.max_queue} items, its max_queue"
         if overflow == "block":
+            entry.line = None
             self._lobby.append((entry, run, key))
             return
         self.tally.dropped += 1
@@ -346,14 +351,14 @@ class Intake(ABC):
         """Move from the plain deques to lanes: somebody uses a tier, deadline, priority or timeout."""
         lanes = self._lanes = self._new_lanes()
         self._plain = False
-        run, target_s = self._no_tier
+        run, target_s = self._tier_of[None]
         for future, item, at in zip(self._futures, self._items, self._ats, strict=True):
             if future.done():
                 self.tally.cancelled += 1
             else:
-                entry = new_entry()
+                entry = blank(Entry)
                 entry.ticket, entry.item, entry.cost, entry.at = future, item, 1.0, at
-                entry.rank, entry.due, entry.hard, entry.line = at + target_s, math.inf, False, None
+                entry.rank, entry.due, entry.hard = at + target_s, math.inf, False
                 lanes.push(entry, run)
         self._futures.clear()
         self._items.clear()

@@ -1,4 +1,4 @@
-"""Floor 1. Who waits, and in what order: entries, lines by rank, lanes by key, alarms by instant.
+"""Floor 1. Who waits, and in what order: entries, lines by rank, lanes by key, deadlines by instant.
 
 Pure: knows no clock and no loop. A future is anything that can say `done()`; a cancelled one is skipped
 when its turn comes, so cancelling costs nothing here.
@@ -13,10 +13,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Protocol
 
-T = TypeVar("T")
+#: How many notes of departed entries `Deadlines` keeps at most, beside as many as there are entries.
+_SWEEP = 200
 
 
 class Ticket(Protocol):
@@ -30,8 +31,8 @@ class Ticket(Protocol):
 class Entry:
     """One waiting item.
 
-    Made by `new_entry` and setting every attribute, which takes half the time of a call with arguments;
-    one is made for each item.
+    Made blank, then every attribute set, which takes half the time of a call with arguments; one is made
+    for each item.
     """
 
     __slots__ = ("at", "cost", "due", "hard", "item", "line", "rank", "ticket")
@@ -47,16 +48,12 @@ class Entry:
     due: float
     #: Whether `due` is a deadline after which the answer is worthless.
     hard: bool
-    #: The line it stands in, once it does.
+    #: The line it stands in; None before.
     line: Line | None
 
 
-def new_entry() -> Entry:
-    """An entry with nothing set yet."""
-    return _blank(Entry)
-
-
-_blank = object.__new__
+#: `blank(Entry)` is an entry with nothing set yet.
+blank = object.__new__
 
 
 class Line:
@@ -346,69 +343,64 @@ class Lanes:
             yield from line.entries()
 
 
-class Alarm(Generic[T]):
-    """Things with an instant each, taken once it has come.
+class Deadlines:
+    """Entries that expire, taken once their `due` has come.
 
-    Most come in order of their instant and lie in two plain deques; the others in a heap. Things that
-    need no alarm any more are let go all at once, when they may outnumber the rest.
+    Most leave the queue before, so an entry is only noted at first, and those that still wait are put in
+    order when somebody asks. Notes of entries that left are let go all at once, when they may outnumber
+    the rest.
     """
 
-    __slots__ = ("_ats", "_heap", "_needed", "_seq", "_things", "_until_sweep")
+    __slots__ = ("_heap", "_noted", "_seq", "_sweep_at")
 
-    def __init__(self, needed: Callable[[T], bool]) -> None:
-        self._needed = needed
-        self._ats: deque[float] = deque()
-        self._things: deque[T] = deque()
-        self._heap: list[tuple[float, int, T]] = []
+    def __init__(self) -> None:
+        self._noted: list[Entry] = []
+        self._heap: list[tuple[float, int, Entry]] = []
         self._seq = 0
-        self._until_sweep = 1024
+        self._sweep_at = _SWEEP
 
     def __len__(self) -> int:
-        return len(self._ats) + len(self._heap)
+        return len(self._noted) + len(self._heap)
 
-    def add(self, at: float, thing: T) -> None:
-        """Set *thing*'s alarm to *at*."""
-        ats = self._ats
-        if not ats or at >= ats[-1]:
-            ats.append(at)
-            self._things.append(thing)
-        else:
-            self._seq += 1
-            heapq.heappush(self._heap, (at, self._seq, thing))
-        self._until_sweep -= 1
-        if not self._until_sweep:
-            self._sweep()
+    def add(self, entry: Entry) -> None:
+        """Watch *entry*."""
+        noted = self._noted
+        noted.append(entry)
+        if len(noted) >= self._sweep_at:
+            noted[:] = [entry for entry in noted if entry.ticket is not None]
+            # As many additions as there are left pay for the next sweep.
+            self._sweep_at = max(_SWEEP, 2 * len(noted))
 
-    def prune(self) -> None:
-        """Let go of the first things that need no alarm any more."""
-        ats = self._ats
-        while ats and not self._needed(self._things[0]):
-            ats.popleft()
-            self._things.popleft()
-        while self._heap and not self._needed(self._heap[0][2]):
-            heapq.heappop(self._heap)
-
-    def _sweep(self) -> None:
-        kept = [(at, thing) for at, thing in zip(self._ats, self._things, strict=True) if self._needed(thing)]
-        self._ats = deque(at for at, _ in kept)
-        self._things = deque(thing for _, thing in kept)
-        self._heap = [one for one in self._heap if self._needed(one[2])]
-        heapq.heapify(self._heap)
-        # As many additions as there are things left pay for the next sweep.
-        self._until_sweep = max(1024, len(self))
+    def take_due(self, now: float) -> list[Entry]:
+        """Take out the entries that still wait and whose instant is not after *now*."""
+        self._order()
+        due: list[Entry] = []
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            entry = heapq.heappop(heap)[2]
+            if _waits(entry):
+                due.append(entry)
+        return due
 
     def next_at(self) -> float:
         """The earliest instant that still matters; infinity when none does."""
-        self.prune()
-        first = self._ats[0] if self._ats else math.inf
-        return min(first, self._heap[0][0]) if self._heap else first
+        self._order()
+        heap = self._heap
+        while heap and not _waits(heap[0][2]):
+            heapq.heappop(heap)
+        return heap[0][0] if heap else math.inf
 
-    def take_due(self, now: float) -> list[T]:
-        """Take out every thing whose instant is not after *now*, needed ones only."""
-        due: list[T] = []
-        while self._ats and self._ats[0] <= now:
-            self._ats.popleft()
-            due.append(self._things.popleft())
-        while self._heap and self._heap[0][0] <= now:
-            due.append(heapq.heappop(self._heap)[2])
-        return [thing for thing in due if self._needed(thing)]
+    def _order(self) -> None:
+        noted = [entry for entry in self._noted if _waits(entry)]
+        self._noted.clear()
+        heap = self._heap
+        if len(heap) > 2 * len(noted) + 1024:
+            heap = self._heap = [one for one in heap if _waits(one[2])]
+            heapq.heapify(heap)
+        for entry in noted:
+            self._seq += 1
+            heapq.heappush(heap, (entry.due, self._seq, entry))
+
+
+def _waits(entry: Entry) -> bool:
+    return entry.ticket is not None and not entry.ticket.done()

@@ -18,7 +18,7 @@ from batchyard.batching.intake import Intake
 from batchyard.batching.latency import LatencyCurve
 from batchyard.batching.policy import NOW, Waiting
 from batchyard.batching.queue import Entry, Lanes, Line
-from batchyard.errors import AnswerTimeout, DeadlineExceeded
+from batchyard.errors import DeadlineExceeded
 
 _UNREAD = LatencyCurve()
 
@@ -128,9 +128,7 @@ class WaitingRoom(Intake):
         now = self._now() + 1e-6
         for entry in self._deadlines.take_due(now):
             self._expire(entry)
-        for future in self._timeouts.take_due(now):
-            future.set_exception(AnswerTimeout("The item's timeout_s passed without an answer."))
-        at = min(self._deadlines.next_at(), self._timeouts.next_at())
+        at = self._deadlines.next_at()
         if at < math.inf:
             self._arm(at)
 
@@ -158,11 +156,18 @@ class WaitingRoom(Intake):
         if self._learns:
             limit = self.options.policy.item_limit(limit, self.fit.curve)
         while waiting:
-            n = min(len(waiting), limit)
-            pop, pop_item, pop_at = waiting.popleft, self._items.popleft, self._ats.popleft
-            futures = [pop() for _ in range(n)]
-            items = [pop_item() for _ in range(n)]
-            ats = [pop_at() for _ in range(n)]
+            n = len(waiting)
+            if n <= limit:
+                futures, items, ats = list(waiting), list(self._items), list(self._ats)
+                waiting.clear()
+                self._items.clear()
+                self._ats.clear()
+            else:
+                n = limit
+                pop, pop_item, pop_at = waiting.popleft, self._items.popleft, self._ats.popleft
+                futures = [pop() for _ in range(n)]
+                items = [pop_item() for _ in range(n)]
+                ats = [pop_at() for _ in range(n)]
             for future in futures:
                 if future.done():
                     live = [i for i in range(n) if not futures[i].done()]
@@ -229,7 +234,7 @@ class WaitingRoom(Intake):
         futures: list[Future] = [entry.ticket for entry in entries]
         for entry in entries:
             # An alarm may keep the entry a while; it need not keep the item.
-            entry.ticket = None
+            entry.ticket = entry.item = None
         if self._exact:
             for future in futures:
                 del self._entry_of[future]
