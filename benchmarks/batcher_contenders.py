@@ -42,7 +42,7 @@ async def echo(items):
 
 
 @contextlib.asynccontextmanager
-async def bare_future(function, max_batch, wait_s):
+async def bare_future(_function, _max_batch, _wait_s):
     loop = asyncio.get_running_loop()
 
     def ask(item):
@@ -79,7 +79,7 @@ async def batchyard_everything(function, max_batch, wait_s):
         yield functools.partial(batcher, tier="flex", deadline_s=60.0)
 
 
-def _one(item):
+def _one(_):
     return 1
 
 
@@ -87,7 +87,7 @@ def _one(item):
 
 
 @contextlib.asynccontextmanager
-async def aiodataloader(function, max_batch, wait_s):
+async def aiodataloader(function, max_batch, _wait_s):
     from aiodataloader import DataLoader
 
     yield DataLoader(function, max_batch_size=max_batch, cache=False).load
@@ -144,7 +144,7 @@ async def aioautobatch(function, max_batch, wait_s):
 
 
 @contextlib.asynccontextmanager
-async def bentoml(function, max_batch, wait_s):
+async def bentoml(function, max_batch, _wait_s):
     from bentoml._internal.marshal.dispatcher import CorkDispatcher
 
     dispatcher = CorkDispatcher(
@@ -178,7 +178,7 @@ async def ray_serve(function, max_batch, wait_s):
 
 
 @contextlib.asynccontextmanager
-async def litserve_loop(function, max_batch, wait_s):
+async def litserve_loop(_function, max_batch, wait_s):
     """LitServe's batching loop in a thread, without its HTTP server and its processes."""
     import litserve
     from litserve.callbacks import CallbackRunner
@@ -206,7 +206,7 @@ async def litserve_loop(function, max_batch, wait_s):
     api.pre_setup(None)
 
     class Transport:
-        def send(self, item, consumer_id):
+        def send(self, item, consumer_id):  # noqa: ARG002 - its interface
             uid, (value, *_) = item
             loop.call_soon_threadsafe(waiting.pop(uid).set_result, value)
 

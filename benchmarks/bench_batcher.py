@@ -4,8 +4,8 @@
 
 Each figure comes from a process of its own; rounds of all contenders alternate, so that a slow spell of the
 machine meets all of them, and the best round of each counts. Peers are measured where *PATH* is the Python
-of an environment made from `requirements/peers-batcher.txt`; each gets the better of two settings, no delay
-and a delay of 1 ms, as some of them need one to batch at all.
+of an environment made from `requirements/peers-batcher.txt`; each gets the best of its settings: no delay
+or 1 ms for the cost of a call; 0, 2 or 10 ms under load, as some of them need a delay to batch at all.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def poisson(python: str, peers: tuple[str, ...], arrivals: int, clock: str) -> N
                 continue
             found = [
                 one
-                for wait_ms in ((0, 2) if name in peers else (0,))
+                for wait_ms in ((0, 2, 10) if name in peers else (0,))
                 if (one := measure(python, "poisson", name, load, arrivals, wait_ms, clock))
             ]
             if not found:

@@ -88,7 +88,9 @@ class Batcher(Generic[In, Out]):
         max_items: the most items in a dispatch; 64 unless *allowed_sizes* says more.
         max_cost: the most that a dispatch may cost; needs *cost*.
         cost: what one item costs (tokens, bytes); called once, in `submit`.
-        padded: a dispatch costs `max(cost) * n`, not `sum(cost)`.
+        padded: a dispatch costs `max(cost) * n`, not `sum(cost)`. Of those that wait, the ones nearest in
+            cost to the first ride with it, and nobody whose padding would take longer than another
+            dispatch, by what was learnt of the function.
         lookahead: how many items that do not fit the budget are looked past for one that does.
         max_wait_s: how long a batch that is not full may be held while a slot is free.
         policy: `greedy`, `threshold`, `tcp_ack`, `deadline`, `adaptive`, or an object like those in

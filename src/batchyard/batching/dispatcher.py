@@ -208,6 +208,7 @@ class Dispatcher(WaitingRoom):
             if me is not None and me.cancelling():
                 for future in futures:
                     future.cancel()
+                tally.running -= n
                 tally.cancelled += n
                 raise
             failed = True
@@ -221,7 +222,6 @@ class Dispatcher(WaitingRoom):
             function.fail_all(futures, error)
             raise
         finally:
-            tally.running -= n
             took_s = took_s or self._now() - started
             tally.dispatches += 1
             tally.dispatched += n

@@ -2,15 +2,16 @@
 
 Pure: takes a line, limits and `now`, returns the entries drawn. The first in line always rides; later
 ones ride where they fit, so a large item that does not fit leads a later dispatch and is never passed
-over for good. An item never overtakes another of the same tier and the same or lower cost: once one was
-skipped, nothing that costs as much can fit.
+over for good. An item never overtakes another of the same tier and the same cost.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from batchyard.batching.latency import LatencyCurve
 from batchyard.batching.queue import Entry, Line
@@ -58,11 +59,21 @@ class Drawn:
     late: list[Entry]
 
 
-def draw(line: Line, limits: Limits, item_limit: int, now: float, curve: LatencyCurve | None) -> Drawn:
+def draw(
+    line: Line,
+    limits: Limits,
+    item_limit: int,
+    now: float,
+    curve: LatencyCurve | None,
+    *,
+    max_waste: float = math.inf,
+) -> Drawn:
     """Draw the next dispatch from *line*.
 
     At most *item_limit* items ride. Where a *curve* is given, an entry that would be late even alone is
-    dropped, and the dispatch grows only while nobody aboard becomes late by it.
+    dropped, and the dispatch grows only while nobody aboard becomes late by it. A padded dispatch takes
+    those next in cost to its first, of the *item_limit* and `lookahead` first in line, and nobody whose
+    presence would add more padding than *max_waste*.
     """
     entries: list[Entry] = []
     skipped: list[Entry] = []
@@ -73,7 +84,12 @@ def draw(line: Line, limits: Limits, item_limit: int, now: float, curve: Latency
     reason = "free"
     max_cost = limits.max_cost
     ragged = not limits.padded and not limits.sizes
-    for entry in line.drain():
+    window: list[Entry] = []
+    candidates: Iterable[Entry] = line.drain()
+    if limits.padded:
+        window = list(islice(candidates, item_limit + limits.lookahead))
+        candidates = _by_likeness(window, now)
+    for entry in candidates:
         if entry.hard and entry.due <= now:
             late.append(entry)
             continue
@@ -83,7 +99,7 @@ def draw(line: Line, limits: Limits, item_limit: int, now: float, curve: Latency
         else:
             low, high = min(smallest, cost), max(largest, cost)
             new_cost = limits.cost_of(n + 1, total + cost, high, low)
-        fits = new_cost <= max_cost or n == 0
+        fits = n == 0 or (new_cost <= max_cost and new_cost - dispatch_cost - cost <= max_waste)
         if curve is not None and fits:
             if entry.hard and now + curve.predict_s(limits.size_of(1), limits.cost_alone(cost)) > entry.due:
                 late.append(entry)
@@ -110,9 +126,18 @@ def draw(line: Line, limits: Limits, item_limit: int, now: float, curve: Latency
         if n >= item_limit:
             reason = "full"
             break
+    if window:
+        gone = {id(entry) for entry in (*entries, *late)}
+        skipped = [entry for entry in window if id(entry) not in gone]
     if skipped:
         line.put_back(skipped)
     line.leave(entries)
     if late:
         line.leave(late)
     return Drawn(entries, dispatch_cost, total, reason, late)
+
+
+def _by_likeness(window: list[Entry], now: float) -> list[Entry]:
+    """*window* with its first entry in time ahead, then those nearest to it in cost."""
+    first = next((entry for entry in window if not (entry.hard and entry.due <= now)), None)
+    return window if first is None else sorted(window, key=lambda entry: abs(entry.cost - first.cost))

@@ -116,6 +116,7 @@ class BatchFunction:
             else:
                 future.set_result(result)
         tally = self._tally
+        tally.running -= n
         tally.completed += n - failed - cancelled
         tally.failed += failed
         tally.cancelled += cancelled
@@ -130,6 +131,7 @@ class BatchFunction:
 
     def fail_all(self, futures: list[Future], error: BaseException) -> None:
         """Fail every future that still waits."""
+        self._tally.running -= len(futures)
         for future in futures:
             if future.done():
                 self._tally.cancelled += 1
@@ -190,6 +192,7 @@ class BatchFunction:
         live = [i for i, future in enumerate(group.futures) if not future.done()]
         gone = len(group.futures) - len(live)
         if gone:
+            self._tally.running -= gone
             self._tally.cancelled += gone
             group.futures = [group.futures[i] for i in live]
             group.items = [group.items[i] for i in live]

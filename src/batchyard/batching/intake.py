@@ -456,6 +456,6 @@ class Intake(ABC):
         tickets = [entry.ticket for entry, _, _ in self._lobby if entry.ticket is not None]
         if self._lanes is not None:
             tickets += [entry.ticket for entry in self._lanes.entries()]
-            dead += self._lanes.dead
+            dead += self._lanes.all_dead()
         lives = sum(not ticket.done() for ticket in tickets)
         return live + lives, dead + len(tickets) - lives

@@ -331,6 +331,11 @@ class Lanes:
         line.dead = 0
         self._lines.pop(line.key, None)
 
+    def all_dead(self) -> int:
+        """Cancelled entries met so far, those that no draw has told of yet included."""
+        lines = self._lines.values() if self.only is None else (self.only,)
+        return self.dead + sum(line.dead for line in lines)
+
     def lines(self) -> list[Line]:
         """All lines with somebody in them."""
         if self.only is not None:

@@ -193,7 +193,7 @@ class WaitingRoom(Intake):
             curve = self.fit.curve if self._learns else _UNREAD
             limit = options.policy.item_limit(limits.max_items, curve)
             asked = curve if self._asks_deadlines and curve.known else None
-            drawn = draw(line, limits, limit, now, asked)
+            drawn = draw(line, limits, limit, now, asked, max_waste=self._max_waste())
             if drawn.late:
                 self._too_late(drawn.late)
             entries = drawn.entries
@@ -215,6 +215,16 @@ class WaitingRoom(Intake):
                 elif reason == "free" and options.holds:
                     reason = "waited"
                 return Dispatch(futures, items, drawn.cost, padding, ats, reason, filler)
+
+    def _max_waste(self) -> float:
+        """How much padding one more item may cost: no more than a dispatch of its own would take."""
+        limits = self.options.limits
+        if not limits.padded or limits.sizes:
+            return math.inf
+        curve = self.fit.curve
+        if not curve.known or curve.per_cost_s <= 0.0:
+            return math.inf
+        return curve.fixed_s / curve.per_cost_s
 
     def _filler(self, entries: list[Entry]) -> Any:
         """The item that stands in where an allowed size asks for more: the cheapest, or the last."""

@@ -155,6 +155,37 @@ async def test_budgets_hold_for_every_dispatch_ragged_and_padded():
         assert sum(map(len, batches)) == 60
 
 
+async def test_a_padded_batch_takes_those_nearest_in_cost_to_the_first():
+    gate = Gate()
+    async with Batcher(gate, max_items=3, cost=int, max_cost=1000, padded=True) as batcher:
+        calls = [batcher.submit(1)]
+        await gate.called()
+        calls += [batcher.submit(cost) for cost in (100, 7, 101, 8, 99, 9)]
+        gate.open()
+        await asyncio.gather(*calls)
+    assert [set(batch) for batch in gate.batches] == [{1}, {100, 101, 99}, {7, 8, 9}]
+    assert batcher.stats.padding_share < 0.02
+
+
+def test_padding_that_takes_longer_than_another_dispatch_is_not_computed():
+    async def f(costs):
+        await asyncio.sleep(0.005 + 0.001 * max(costs) * len(costs))
+        return costs
+
+    async def main(costs):
+        async with Batcher(f, max_items=8, cost=int, padded=True) as batcher:
+            # Learn the curve from mixed batches first.
+            for size in (1, 2, 3, 4, 5, 6, 7, 8):
+                await batcher.map([size * 3] * size)
+            before = batcher.stats.dispatches
+            await batcher.map(costs)
+            return batcher.stats.dispatches - before
+
+    # Beside 100, a 1 wastes 99 ms to save 5; two more of 100 waste nothing; 96 wastes 4 ms to save 5.
+    assert VirtualTimeLoop.run(main([100, 1, 100, 1])) == 2
+    assert VirtualTimeLoop.run(main([100, 96])) == 1
+
+
 async def test_large_items_do_not_starve_behind_small_ones():
     order = []
 

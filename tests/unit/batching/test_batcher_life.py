@@ -301,6 +301,35 @@ async def test_repr_and_stats_tell_the_state_in_counts():
         assert stats.mean_batch == 2.0
 
 
+async def test_a_cancelled_item_is_counted_whoever_meets_it_first():
+    gate = Gate()
+    async with Batcher(gate, key=len, max_items=1) as batcher:
+        calls = [batcher.submit("a")]
+        await gate.called()
+        batcher.submit("b").cancel()
+        # The next arrival with its key, not a draw, is who finds it gone.
+        calls.append(batcher.submit("c"))
+        stats = batcher.stats
+        assert (stats.submitted, stats.waiting, stats.running, stats.cancelled) == (3, 1, 1, 1)
+        gate.open()
+        await asyncio.gather(*calls)
+
+
+async def test_counts_add_up_while_a_failed_dispatch_is_taken_apart():
+    seen = []
+
+    async def f(items):
+        stats = batcher.stats
+        seen.append(stats.submitted)
+        if len(items) > 1 or items == ["poison"]:
+            raise ValueError("no")
+        return items
+
+    async with Batcher(f, max_items=4) as batcher:
+        await asyncio.gather(*map(batcher, ["a", "b", "poison", "d"]), return_exceptions=True)
+    assert set(seen) == {4}
+
+
 async def test_events_tell_each_dispatch():
     events, seen = EventBus(), []
     events.subscribe(lambda event: seen.append(event.name))
