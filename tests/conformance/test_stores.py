@@ -126,7 +126,7 @@ def test_batches_do_not_see_each_other(store):
 
 def test_claims_use_the_partial_indexes(tmp_path):
     store = SqlStore(tmp_path / "state.db")
-    with store._connected() as connection:
+    with store.database._connected() as connection:
         for state, index in ((0, "chunks_open"), (1, "chunks_leased")):
             plan = connection.execute(
                 text(
@@ -155,7 +155,7 @@ def test_two_processes_worth_of_stores_share_a_file(tmp_path):
 def test_a_file_of_another_version_or_kind_is_refused_in_words(tmp_path):
     path = tmp_path / "state.db"
     store = SqlStore(path)
-    with store._connected() as connection:
+    with store.database._connected() as connection:
         connection.exec_driver_sql("pragma user_version = 99")
     store.close()
     with pytest.raises(StoreError, match="another version of Batchyard"):

@@ -8,8 +8,10 @@ import typer
 
 from batchyard._version import __version__
 from batchyard.cli.demo import demo
+from batchyard.cli.keys import app as keys
 from batchyard.cli.models import app as models
 from batchyard.cli.run import run
+from batchyard.cli.serve import serve
 
 app = typer.Typer(
     name="batchyard",
@@ -38,7 +40,9 @@ def batchyard(
 
 
 app.command()(run)
+app.command()(serve)
 app.command()(demo)
 app.add_typer(models, name="models")
+app.add_typer(keys, name="keys")
 
 __all__ = ["app"]

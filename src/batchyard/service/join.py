@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from batchyard.service.lines import never_ran
 from batchyard.stores.protocol import ChunkRecord
 from batchyard.stores.segments import SegmentFolder, SegmentRecord, as_store_error, sync_folder
 
@@ -32,6 +33,8 @@ class Joined:
     errors: Path | None
     output_lines: int
     error_lines: int
+    #: Error lines of requests that never ran, as the Batch was cancelled or expired before.
+    never_ran: int = 0
 
 
 class SegmentsDamaged(Exception):  # noqa: N818 - names what was found
@@ -98,6 +101,7 @@ def _write(
     targets = {True: output, False: errors}
     parts = {kind: path.with_name(f".{path.name}.{mark}.part") for kind, path in targets.items()}
     lines = {True: 0, False: 0}
+    not_run = 0
     try:
         with ExitStack() as stack:
             files = {kind: stack.enter_context(part.open("wb")) for kind, part in parts.items()}
@@ -107,6 +111,8 @@ def _write(
                     if chosen:
                         file.write(b"\n".join(chosen) + b"\n")
                         lines[kind] += len(chosen)
+                    if not kind:
+                        not_run += sum(map(never_ran, chosen))
             check()
             for file in files.values():
                 file.flush()
@@ -123,5 +129,9 @@ def _write(
             with suppress(OSError):
                 part.unlink()
     return Joined(
-        output if lines[True] else None, errors if lines[False] else None, lines[True], lines[False]
+        output if lines[True] else None,
+        errors if lines[False] else None,
+        lines[True],
+        lines[False],
+        not_run,
     )

@@ -47,14 +47,15 @@ TRANSITIONS: dict[tuple[Status, Action], Status] = {
     (Status.IN_PROGRESS, Action.PAUSE): Status.PAUSED,
     (Status.IN_PROGRESS, Action.FINALIZE): Status.FINALIZING,
     (Status.IN_PROGRESS, Action.CANCEL): Status.CANCELLING,
-    (Status.IN_PROGRESS, Action.EXPIRE): Status.EXPIRED,
     (Status.PAUSED, Action.RESUME): Status.IN_PROGRESS,
     (Status.PAUSED, Action.CANCEL): Status.CANCELLING,
-    (Status.PAUSED, Action.EXPIRE): Status.EXPIRED,
     (Status.FINALIZING, Action.COMPLETE): Status.COMPLETED,
+    # Its window closed before every request had run; what was not run says so in its line.
+    (Status.FINALIZING, Action.EXPIRE): Status.EXPIRED,
     # Some results turned out to be damaged on the disk: those requests are run again.
     (Status.FINALIZING, Action.REOPEN): Status.IN_PROGRESS,
     (Status.CANCELLING, Action.COMPLETE): Status.CANCELLED,
+    (Status.CANCELLING, Action.REOPEN): Status.CANCELLING,
     # Asking again to cancel is no error: the caller's wish is already met.
     (Status.CANCELLING, Action.CANCEL): Status.CANCELLING,
     (Status.CANCELLED, Action.CANCEL): Status.CANCELLED,

@@ -80,6 +80,18 @@ class LineWriter:
         )
 
 
+_NEVER_RAN = (
+    b'"response":null,"error":{"code": "batch_cancelled"',
+    b'"response":null,"error":{"code": "batch_expired"',
+)
+
+
+def never_ran(line: bytes) -> bool:
+    """Whether *line*, written here, says that its request was not run, as its Batch was stopped before."""
+    # A custom_id cannot hold these bytes: its quotes are escaped.
+    return any(mark in line for mark in _NEVER_RAN)
+
+
 def _escape(match: re.Match[str]) -> str:
     return encode_basestring_ascii(match.group())[1:-1]
 

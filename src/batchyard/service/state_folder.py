@@ -20,7 +20,7 @@ class StateFolder:
     """
 
     #: What names in a state folder begin with; any other name means that it is somebody else's folder.
-    NAMES = ("state.db", "lock", "requests.", "segments", "partial.", ".partial.")
+    NAMES = ("state.db", "lock", "requests.", "segments", "partial.", ".partial.", "files")
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,6 +58,13 @@ class StateFolder:
     def new_requests(self) -> Path:
         """Where requests made of a table's rows are written; a name that no earlier run has."""
         return self.path / f"requests.{uuid.uuid4().hex[:8]}.jsonl"
+
+    @property
+    def files(self) -> Path:
+        """Where a server keeps the content of files, each under its id; made when first asked for."""
+        folder = self.path / "files"
+        folder.mkdir(exist_ok=True)
+        return folder
 
     @property
     def partial(self) -> tuple[Path, Path]:

@@ -186,6 +186,11 @@ class Worker:
         self._queue.extend(self._pacing.drain())
         self._wake_all()
 
+    @property
+    def closed_with(self) -> str | None:
+        """The code of the lines that unfinished requests get since `close`; None while it works."""
+        return None if self._closing is None else self._closing.code
+
     def continue_from(self, done: Counts) -> None:
         """Start the figures from what earlier runs committed."""
         self._add_finished(done.succeeded, done.failed, done.usage)

@@ -32,6 +32,44 @@ class BatchRecord:
     deadline_at: float | None = None
     output_path: str | None = None
     error_path: str | None = None
+    #: Whose it is; empty for a run of the command line.
+    tenant: str = ""
+    cancelling_at: float | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    model: str | None = None
+    #: Why the input was refused: code, line, message and param of each error.
+    errors: Sequence[Mapping[str, Any]] = ()
+    #: Requests that never ran because the Batch was cancelled or expired; known once it has ended.
+    never_ran: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of a tenant; its content lies in a blob named by its id."""
+
+    id: str
+    tenant: str
+    #: `batch`, `batch_output`, or another of the OpenAI Files API.
+    purpose: str
+    filename: str
+    bytes: int
+    created_at: float
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """An API key, as far as it is remembered: never the key itself."""
+
+    id: str
+    tenant: str
+    name: str
+    #: SHA-256 of the key, in hex.
+    digest: str
+    hint: str
+    created_at: float
+    revoked_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +126,12 @@ class Store(Protocol):
 
     def batches(self) -> list[BatchRecord]:
         """Every Batch, newest first."""
+        ...
+
+    def page(
+        self, tenant: str, limit: int, *, after: BatchRecord | None = None, statuses: Sequence[str] = ()
+    ) -> list[BatchRecord]:
+        """Up to *limit* Batches of *tenant* that come after *after*, newest first."""
         ...
 
     def move(self, batch_id: str, expected: str, status: str, **changes: Any) -> bool:

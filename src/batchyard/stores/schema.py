@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 
 #: Raised with every change that an older Batchyard could not read.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 OPEN, LEASED, DONE = 0, 1, 2
 
@@ -32,10 +32,12 @@ batches = Table(
     "batches",
     metadata,
     Column("id", String(64), primary_key=True),
+    Column("tenant", String(64), nullable=False, default=""),
     Column("status", String(16), nullable=False),
     Column("created_at", Float, nullable=False),
     Column("in_progress_at", Float),
     Column("finalizing_at", Float),
+    Column("cancelling_at", Float),
     Column("ended_at", Float),
     Column("deadline_at", Float),
     # What the input is: where it lies and how to tell that it is still the same.
@@ -49,6 +51,44 @@ batches = Table(
     # Where its results went, once it has ended.
     Column("output_path", Text),
     Column("error_path", Text),
+    # For Batches of a server: the files of its results, the model, why the input was refused, and how
+    # many requests never ran because it was cancelled or expired.
+    Column("output_file_id", String(64)),
+    Column("error_file_id", String(64)),
+    Column("model", Text),
+    Column("errors", JSON, nullable=False, default=list),
+    Column("never_ran", BigInteger, nullable=False, default=0),
+)
+
+# Pages of a tenant's Batches, newest first.
+Index("batches_of_tenant", batches.c.tenant, batches.c.created_at, batches.c.id)
+
+files = Table(
+    "files",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("tenant", String(64), nullable=False),
+    Column("purpose", String(32), nullable=False),
+    Column("filename", Text, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+)
+
+Index("files_of_tenant", files.c.tenant, files.c.created_at, files.c.id)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("tenant", String(64), nullable=False),
+    Column("name", Text, nullable=False),
+    # SHA-256 of the key. Keys are 256 random bits, so no slow hash is needed to keep them safe.
+    Column("digest", String(64), nullable=False, unique=True),
+    # Its last characters, to tell keys apart.
+    Column("hint", String(8), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("revoked_at", Float),
 )
 
 chunks = Table(

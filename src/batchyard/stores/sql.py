@@ -1,38 +1,29 @@
-"""Floor 3. The store on SQLAlchemy Core; SQLite today, the same statements for PostgreSQL.
-
-SQLite runs in WAL mode with `synchronous = FULL`, and every write transaction begins `IMMEDIATE`, so
-that two writers wait for each other instead of failing half-way.
-"""
+"""Floor 3. Batches and chunks in the database. Knows nothing of what a status means."""
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    Engine,
-    NullPool,
     and_,
     bindparam,
-    create_engine,
     delete,
-    event,
     func,
     insert,
+    or_,
     select,
     text,
     update,
 )
-from sqlalchemy.exc import DatabaseError, OperationalError
 
-from batchyard.errors import BatchNotFound, StorageFull, StoreError
+from batchyard.errors import BatchNotFound
+from batchyard.stores.database import Database
 from batchyard.stores.protocol import BatchRecord, ChunkProgress, ChunkRecord, Counts
-from batchyard.stores.schema import DONE, LEASED, OPEN, SCHEMA_VERSION, batches, chunks, metadata
+from batchyard.stores.schema import DONE, LEASED, OPEN, batches, chunks
 from batchyard.types import Usage
 
 _CHUNK_COLUMNS = (
@@ -64,15 +55,9 @@ class SqlStore:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._engine = _open_sqlite(path)
-        self._connection: Connection | None = None
-        try:
-            with self._writing() as connection:
-                _check_version(connection, path)
-                metadata.create_all(connection)
-        except StoreError:
-            self.close()
-            raise
+        self.database = Database(path)
+        self._writing = self.database.writing
+        self._reading = self.database.reading
 
     def __repr__(self) -> str:
         return f"<SqlStore {self.path}>"
@@ -80,6 +65,7 @@ class SqlStore:
     def create(self, batch: BatchRecord) -> None:
         values = {column.name: getattr(batch, column.name) for column in batches.columns}
         values["settings"] = dict(batch.settings)
+        values["errors"] = [dict(one) for one in batch.errors]
         with self._writing() as connection:
             connection.execute(insert(batches).values(**values))
 
@@ -94,6 +80,21 @@ class SqlStore:
         newest_first = select(batches).order_by(batches.c.created_at.desc(), batches.c.id)
         with self._reading() as connection:
             rows = connection.execute(newest_first).all()
+        return [BatchRecord(**row._mapping) for row in rows]  # noqa: SLF001
+
+    def page(
+        self, tenant: str, limit: int, *, after: BatchRecord | None = None, statuses: Sequence[str] = ()
+    ) -> list[BatchRecord]:
+        wanted = batches.c.tenant == tenant
+        if statuses:
+            wanted = and_(wanted, batches.c.status.in_(statuses))
+        if after is not None:
+            older = batches.c.created_at < after.created_at
+            same = and_(batches.c.created_at == after.created_at, batches.c.id > after.id)
+            wanted = and_(wanted, or_(older, same))
+        newest_first = select(batches).where(wanted).order_by(batches.c.created_at.desc(), batches.c.id)
+        with self._reading() as connection:
+            rows = connection.execute(newest_first.limit(limit)).all()
         return [BatchRecord(**row._mapping) for row in rows]  # noqa: SLF001
 
     def move(self, batch_id: str, expected: str, status: str, **changes: Any) -> bool:
@@ -219,73 +220,7 @@ class SqlStore:
             connection.execute(delete(batches).where(batches.c.id == batch_id))
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        self._engine.dispose()
-
-    @contextmanager
-    def _connected(self) -> Iterator[Connection]:
-        try:
-            if self._connection is None:
-                self._connection = self._engine.connect()
-            yield self._connection
-        except DatabaseError as error:
-            raise _as_store_error(error, self.path) from error
-
-    @contextmanager
-    def _writing(self) -> Iterator[Connection]:
-        with self._connected() as connection:
-            connection.execute(text("begin immediate"))
-            try:
-                yield connection
-            except BaseException:
-                connection.rollback()
-                raise
-            connection.commit()
-
-    @contextmanager
-    def _reading(self) -> Iterator[Connection]:
-        with self._connected() as connection:
-            try:
-                yield connection
-            finally:
-                connection.rollback()
-
-
-def _open_sqlite(path: Path) -> Engine:
-    engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args={"check_same_thread": False})
-
-    @event.listens_for(engine, "connect")
-    def prepare(connection: sqlite3.Connection, _record: object) -> None:
-        # SQLAlchemy must not begin transactions of its own: `begin immediate` is ours to send.
-        connection.isolation_level = None
-        connection.execute("pragma busy_timeout = 30000")
-        connection.execute("pragma journal_mode = wal")
-        connection.execute("pragma synchronous = full")
-
-    return engine
-
-
-def _check_version(connection: Connection, path: Path) -> None:
-    version = connection.exec_driver_sql("pragma user_version").scalar_one()
-    if version not in {0, SCHEMA_VERSION}:
-        raise StoreError(
-            f"{path} was written by another version of Batchyard (schema {version}; this one reads "
-            f"{SCHEMA_VERSION}). Use that version, or start over in another folder."
-        )
-    connection.exec_driver_sql(f"pragma user_version = {SCHEMA_VERSION}")
-
-
-def _as_store_error(error: DatabaseError, path: Path) -> StoreError:
-    cause = str(error.orig)
-    if "disk is full" in cause:
-        return StorageFull(f"The disk that holds {path} is full.")
-    if "not a database" in cause or "malformed" in cause:
-        return StoreError(f"{path} is damaged or no database ({cause}). Move it away to start over.")
-    if isinstance(error, OperationalError) and ("unable to open" in cause or "readonly" in cause):
-        return StoreError(f"Cannot write {path} ({cause}). Check that its folder exists and is writable.")
-    return StoreError(f"The store {path} failed: {cause}.")
+        self.database.close()
 
 
 def _move(connection: Connection, batch_id: str, expected: str, status: str, changes: dict[str, Any]) -> bool:

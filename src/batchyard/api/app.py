@@ -1,0 +1,91 @@
+"""Floor 8. The server as an ASGI application: routes, and what every request has in common."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from batchyard._version import __version__
+from batchyard.api.access import Access
+from batchyard.api.errors import HANDLERS, json_response
+from batchyard.api.openai.batches import BatchesApi
+from batchyard.api.openai.files import FilesApi
+from batchyard.api.openai.live import LiveApi
+from batchyard.api.openai.models import ModelsApi
+from batchyard.service.hosting.host import Host
+
+
+def make_app(host: Host, *, open_access: bool = False) -> Starlette:
+    """The application over *host*, which it opens at its start and closes at its end.
+
+    Args:
+        host: the Batches, files, keys and models.
+        open_access: ask for no key while none has been made; everything belongs to one tenant then.
+    """
+    access = Access(host, open_access=open_access)
+    ready = False
+
+    async def healthz(_: Request) -> Response:
+        return json_response({"status": "ok", "version": __version__})
+
+    async def readyz(_: Request) -> Response:
+        return json_response({"status": "ready" if ready else "starting"}, 200 if ready else 503)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        nonlocal ready
+        await host.open()
+        ready = True
+        try:
+            yield
+        finally:
+            ready = False
+            await host.close()
+
+    routes: list[BaseRoute] = [
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+        *FilesApi(host, access).routes(),
+        *BatchesApi(host, access).routes(),
+        *ModelsApi(host, access).routes(),
+        *LiveApi(host, access).routes(),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
+    app.router.redirect_slashes = False
+    app.add_middleware(_RequestIds)
+    return app
+
+
+class _RequestIds:
+    """Gives each response the id under which the server speaks of it, and how long it took."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        begun = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                took_ms = int((time.perf_counter() - begun) * 1000)
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", request_id.encode()),
+                    (b"openai-processing-ms", str(took_ms).encode()),
+                ]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,220 @@
+"""Floor 8. The endpoints that answer at once: chat/completions, completions, embeddings, responses.
+
+A live request takes the next free slot of its model, ahead of every Batch. When its client is gone, the
+engine stops computing it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive
+
+from batchyard.api.access import Access
+from batchyard.api.errors import ApiError, envelope
+from batchyard.api.openai.models import no_such_model
+from batchyard.api.reading import kind_of, missing, parse_object, read_body, required_string, wrong_type
+from batchyard.errors import EngineError
+from batchyard.service.hosting.host import Host
+from batchyard.service.hosting.slots import NOW, Served, SharedEngine
+from batchyard.types import Answer, Endpoint, Fault, FaultKind, Outcome, Request
+
+_MAX_BODY = 64 << 20
+#: Live requests that may wait for one model; more are told to come back.
+_MOST_WAITING = 4_096
+_NEEDS = {
+    Endpoint.CHAT: "messages",
+    Endpoint.COMPLETIONS: "prompt",
+    Endpoint.EMBEDDINGS: "input",
+    Endpoint.RESPONSES: "input",
+}
+#: The status of a dispatch that brought no answer. 503 and 504 are tried again by the SDKs.
+_STATUS = {
+    FaultKind.RATE_LIMITED: 429,
+    FaultKind.TIMEOUT: 504,
+    FaultKind.INVALID_ANSWER: 502,
+    FaultKind.SERVER_ERROR: 502,
+}
+
+
+class LiveApi:
+    """Requests that are answered while their client waits."""
+
+    def __init__(self, host: Host, access: Access) -> None:
+        self._host = host
+        self._access = access
+
+    def routes(self) -> list[BaseRoute]:
+        """What it answers to."""
+        return [Route(endpoint.value, self.answer, methods=["POST"]) for endpoint in Endpoint]
+
+    async def answer(self, http: HttpRequest) -> Response:
+        """One request, streamed where it asks for that."""
+        await self._access.tenant(http)
+        endpoint = Endpoint(http.url.path)
+        raw = await read_body(http, _MAX_BODY)
+        body = parse_object(raw)
+        served = self._served(endpoint, body)
+        stream = body.get("stream")
+        if stream is not None and not isinstance(stream, bool):
+            raise wrong_type("stream", "a boolean", stream)
+        request = Request(http.state.request_id, endpoint, raw, served.name)
+        engine = served.at(NOW)
+        if stream:
+            if not served.engine.capabilities.streams or endpoint is Endpoint.EMBEDDINGS:
+                message = f"The model {served.name!r} does not stream {endpoint.value}."
+                raise ApiError(400, message, code="unsupported_value", param="stream")
+            return await _streamed(engine, request)
+        return _as_response(await _unless_gone(http.receive, engine, request))
+
+    def _served(self, endpoint: Endpoint, body: dict[str, Any]) -> Served:
+        name = required_string(body, "model")
+        served = self._host.models.get(name)
+        if served is None:
+            raise no_such_model(name, self._host)
+        if endpoint not in served.engine.capabilities.endpoints:
+            message = f"The model {name!r} does not answer {endpoint.value}."
+            raise ApiError(400, message, code="unsupported_endpoint", param="model")
+        needed = _NEEDS[endpoint]
+        if body.get(needed) is None:
+            raise missing(needed)
+        if endpoint is Endpoint.CHAT and not isinstance(body[needed], list):
+            raise wrong_type(needed, "an array", body[needed])
+        if isinstance(body[needed], bool | int | float):
+            raise ApiError(
+                400,
+                f"Invalid type for '{needed}': {kind_of(body[needed])} is no text.",
+                code="invalid_type",
+                param=needed,
+            )
+        if served.slots.waiting >= _MOST_WAITING:
+            message = f"{_MOST_WAITING:,} requests wait for the model {name!r} already. Try again later."
+            raise ApiError(
+                429, message, kind="rate_limit_error", code="queue_full", headers={"retry-after": "2"}
+            )
+        return served
+
+
+async def _unless_gone(receive: Receive, engine: SharedEngine, request: Request) -> Outcome:
+    """The outcome of *request*; cancelled when its client hangs up."""
+    call = asyncio.ensure_future(engine.dispatch([request]))
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
+            # Nobody reads this answer.
+            raise ApiError(499, "The client has hung up.", code="client_closed_request")
+        (outcome,) = call.result()
+    except EngineError as error:
+        raise _engine_is_down(error) from error
+    else:
+        return outcome
+    finally:
+        for task in (call, gone):
+            task.cancel()
+        await asyncio.gather(call, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _as_response(outcome: Outcome) -> Response:
+    if isinstance(outcome, Answer):
+        return Response(outcome.body, outcome.status_code, media_type="application/json")
+    raise _as_error(outcome)
+
+
+def _as_error(fault: Fault) -> ApiError:
+    status = _STATUS.get(fault.kind, 503)
+    headers = {}
+    if fault.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(fault.retry_after_s)))
+    elif status == 503:
+        headers["retry-after"] = "2"
+    kind = "rate_limit_error" if status == 429 else "server_error"
+    return ApiError(status, fault.message, kind=kind, code=fault.kind.value, headers=headers)
+
+
+def _engine_is_down(error: EngineError) -> ApiError:
+    return ApiError(
+        503, str(error), kind="server_error", code="engine_unavailable", headers={"retry-after": "5"}
+    )
+
+
+async def _streamed(engine: SharedEngine, request: Request) -> Response:
+    """Server-sent events. An error that comes before the first token is an HTTP error."""
+    chunks = engine.stream(request)
+    try:
+        first = await anext(chunks, None)
+    except EngineError as error:
+        raise _engine_is_down(error) from error
+    if first is None:
+        raise ApiError(502, "The engine gave no answer.", kind="server_error", code="invalid_answer")
+    if (refused := _error_in(first)) is not None:
+        await chunks.aclose()  # type: ignore[attr-defined]  # generators, all of them
+        status = _status_of(refused)
+        return Response(first, status, media_type="application/json")
+    return StreamingResponse(
+        _events(first, chunks, request.endpoint),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+    )
+
+
+async def _events(first: bytes, chunks: AsyncIterator[bytes], endpoint: Endpoint) -> AsyncIterator[bytes]:
+    async with aclosing(chunks):  # type: ignore[type-var]  # generators, all of them
+        yield _event(first, endpoint)
+        try:
+            async for chunk in chunks:
+                yield _event(chunk, endpoint)
+        except EngineError as error:
+            yield _event(envelope(str(error), "server_error", code="engine_unavailable"), endpoint)
+            return
+    if endpoint is not Endpoint.RESPONSES:
+        yield b"data: [DONE]\n\n"
+
+
+class _Typed(msgspec.Struct):
+    type: str = ""
+
+
+class _Refused(msgspec.Struct):
+    error: dict[str, Any]
+
+
+_type_of = msgspec.json.Decoder(_Typed)
+_refused = msgspec.json.Decoder(_Refused)
+
+
+def _event(chunk: bytes, endpoint: Endpoint) -> bytes:
+    if endpoint is Endpoint.RESPONSES:
+        try:
+            name = _type_of.decode(chunk).type
+        except msgspec.MsgspecError:
+            name = ""
+        if name:
+            return b"event: %b\ndata: %b\n\n" % (name.encode(), chunk)
+    return b"data: %b\n\n" % chunk
+
+
+def _error_in(chunk: bytes) -> dict[str, Any] | None:
+    try:
+        return _refused.decode(chunk).error
+    except msgspec.MsgspecError:
+        return None
+
+
+def _status_of(error: dict[str, Any]) -> int:
+    kind = str(error.get("type"))
+    if kind in set(FaultKind):
+        return _STATUS.get(FaultKind(kind), 503)
+    return 429 if kind == "rate_limit_error" else 400

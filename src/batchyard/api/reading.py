@@ -1,0 +1,244 @@
+"""Floor 8. Reads what clients send: JSON bodies under a cap, query parameters, multipart forms.
+
+Whatever is wrong with them is an `ApiError` that names the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect, Request
+
+from batchyard.api.errors import ApiError
+
+#: The longest name or value of a form field, in bytes.
+_MAX_FIELD = 16_384
+_MAX_FIELDS = 64
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The whole body, of at most *most* bytes.
+
+    Raises:
+        ApiError: it is larger, or came to an end early.
+    """
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                message = f"The body is larger than {most:,} bytes. Send less at once."
+                raise ApiError(413, message, code="request_too_large")
+            parts.append(part)
+    except ClientDisconnect:
+        raise ApiError(400, "The body came to an end early.") from None
+    return b"".join(parts)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """*body* as a JSON object.
+
+    Raises:
+        ApiError: it is none.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        message = f"We could not parse the JSON body of your request: {error}."
+        raise ApiError(400, message) from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "The body of your request must be a JSON object.")
+    return value
+
+
+def missing(name: str) -> ApiError:
+    """The error of a parameter that is not there."""
+    return ApiError(
+        400, f"Missing required parameter: '{name}'.", code="missing_required_parameter", param=name
+    )
+
+
+def wrong_type(name: str, expected: str, found: Any) -> ApiError:
+    """The error of a parameter of another type than *expected* (such as `a string`)."""
+    message = f"Invalid type for '{name}': expected {expected}, but got {kind_of(found)} instead."
+    return ApiError(400, message, code="invalid_type", param=name)
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, int):
+        return "an integer"
+    if isinstance(value, float):
+        return "a number"
+    return "an array" if isinstance(value, list) else "an object"
+
+
+def required_string(body: dict[str, Any], name: str) -> str:
+    """A string that must be there.
+
+    Raises:
+        ApiError: it is not.
+    """
+    if name not in body or body[name] is None:
+        raise missing(name)
+    value = body[name]
+    if not isinstance(value, str):
+        raise wrong_type(name, "a string", value)
+    return value
+
+
+def seconds(value: Any, name: str, least: int, most: int) -> int:
+    """An `expires_after` object as seconds from creation.
+
+    Raises:
+        ApiError: it is not one, or its time is out of range.
+    """
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object", value)
+    anchor = value.get("anchor")
+    if anchor is None:
+        raise missing(f"{name}.anchor")
+    if anchor != "created_at":
+        message = f"Invalid value: {anchor!r}. Supported values are: 'created_at'."
+        raise ApiError(400, message, code="invalid_value", param=f"{name}.anchor")
+    found = value.get("seconds")
+    if found is None:
+        raise missing(f"{name}.seconds")
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise wrong_type(f"{name}.seconds", "an integer", found)
+    if not least <= found <= most:
+        message = f"Invalid '{name}.seconds': {found} is not between {least} and {most}."
+        raise ApiError(400, message, code="invalid_value", param=f"{name}.seconds")
+    return found
+
+
+def page_limit(request: Request, default: int, most: int) -> int:
+    """The query parameter `limit`.
+
+    Raises:
+        ApiError: it is no number between 1 and *most*.
+    """
+    raw = request.query_params.get("limit")
+    if raw is None or raw == "":
+        return default
+    if not raw.isascii() or not raw.isdigit() or len(raw) > 9 or not 1 <= int(raw) <= most:
+        raise ApiError(400, f"limit must be between 1 and {most}.", param="limit")
+    return int(raw)
+
+
+class Form:
+    """A multipart form, read as it comes: small fields are kept, the one file goes to *take*.
+
+    Args:
+        file_field: the name of the field that is the file.
+        take: gets the file's content, piece by piece.
+    """
+
+    def __init__(self, file_field: str, take: Callable[[bytes], None]) -> None:
+        self.fields: dict[str, str] = {}
+        #: None until the file's part has begun.
+        self.filename: str | None = None
+        self.ended = False
+        self._file_field = file_field
+        self._take = take
+        self._header = bytearray()
+        self._value = bytearray()
+        self._headers: dict[bytes, bytes] = {}
+        self._name = ""
+        self._content = bytearray()
+        self._in_file = False
+
+    async def read(self, request: Request) -> None:
+        """Read the whole form.
+
+        Raises:
+            ApiError: it is none, or is damaged.
+        """
+        kind, options = parse_options_header(request.headers.get("content-type", ""))
+        boundary = options.get(b"boundary")
+        if kind != b"multipart/form-data" or not boundary:
+            message = "Send the file as multipart/form-data with a boundary, as the SDKs do."
+            raise ApiError(400, message, code="invalid_content_type")
+        try:
+            parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._on_part_begin,
+                    "on_header_field": self._on_header_field,
+                    "on_header_value": self._on_header_value,
+                    "on_header_end": self._on_header_end,
+                    "on_headers_finished": self._on_headers_finished,
+                    "on_part_data": self._on_part_data,
+                    "on_part_end": self._on_part_end,
+                    "on_end": self._on_end,
+                },
+            )
+            async for block in _blocks(request):
+                parser.write(block)
+            parser.finalize()
+        except FormParserError as error:
+            raise ApiError(400, f"The multipart form is damaged: {error}.") from error
+        if not self.ended:
+            raise ApiError(400, "The multipart form came to an end early. Send it again.")
+
+    def _on_part_begin(self) -> None:
+        self._headers, self._name, self._in_file = {}, "", False
+        self._content.clear()
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        self._headers[bytes(self._header).lower()] = bytes(self._value)
+        self._header.clear()
+        self._value.clear()
+
+    def _on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        self._name = options.get(b"name", b"").decode("utf-8", errors="replace")
+        if self._name == self._file_field:
+            if self.filename is not None:
+                raise ApiError(400, f"The form holds '{self._file_field}' twice.", param=self._file_field)
+            self._in_file = True
+            self.filename = options.get(b"filename", b"").decode("utf-8", errors="replace")
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        piece = data[start:end]
+        if self._in_file:
+            self._take(piece)
+            return
+        self._content += piece
+        if len(self._content) > _MAX_FIELD:
+            raise ApiError(400, f"The form field '{self._name[:64]}' is too long.", param=self._name[:64])
+
+    def _on_part_end(self) -> None:
+        if not self._in_file:
+            if len(self.fields) >= _MAX_FIELDS:
+                raise ApiError(400, f"The form has more than {_MAX_FIELDS} fields.")
+            self.fields[self._name] = bytes(self._content).decode("utf-8", errors="replace")
+
+    def _on_end(self) -> None:
+        self.ended = True
+
+
+async def _blocks(request: Request) -> AsyncIterator[bytes]:
+    try:
+        async for block in request.stream():
+            if block:
+                yield block
+    except ClientDisconnect:
+        raise ApiError(400, "The upload came to an end early. Send it again.") from None

@@ -1,0 +1,232 @@
+"""Floor 9. `batchyard serve`: from flags and `batchyard.toml` to a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+import uvicorn
+import uvloop
+from rich.console import Console
+
+from batchyard.api.app import make_app
+from batchyard.cli.engines import EngineChoice, build_engine, choose_engine, concurrency_of
+from batchyard.cli.keys import DEFAULT_STATE
+from batchyard.cli.report import ExitCode, Report
+from batchyard.errors import EngineError, StoreError, UsageError
+from batchyard.events import EventBus
+from batchyard.service.hosting.host import Host
+from batchyard.service.hosting.slots import Served
+from batchyard.types import Endpoint
+
+DEFAULT_CONFIG = Path("batchyard.toml")
+_DRAIN_S = 30
+
+
+class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One `[[model]]` of `batchyard.toml`."""
+
+    #: What clients call it.
+    name: str
+    engine: str | None = None
+    model: str | None = None
+    base_url: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    concurrency: int | None = None
+    timeout_s: float = 600.0
+
+
+class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """`batchyard.toml`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    state: str = str(DEFAULT_STATE)
+    model: list[ModelSettings] = []
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    host: str
+    port: int
+    state: Path
+    without_keys: bool
+
+
+def serve(
+    *,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A settings file. Default: batchyard.toml in this folder, where there is one."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="The port; 0 for any free one. Default: 8000.")
+    ] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="Where everything is kept. Default: batchyard-server.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Serve one model without a settings file: llama, onnx, openai or echo.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The model of that engine, as for `run`.")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(help="Serve what an OpenAI-compatible server has, under --model.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What clients call that model.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Dispatches in flight.")] = None,
+    without_keys: Annotated[
+        bool, typer.Option("--without-keys", help="Let everybody in on an address that others can reach.")
+    ] = False,
+) -> None:
+    """Serve the OpenAI API, batches and files included, until interrupted.
+
+    Everything is kept in the state folder: after a crash or a restart each batch goes on where it was.
+    """
+    report = Report(json_events=False, to_stderr=True)
+    try:
+        settings = _settings(config)
+        single = ModelSettings(
+            name or model or (engine or "").partition(":")[0] or "",
+            engine,
+            model,
+            base_url,
+            concurrency=concurrency,
+        )
+        chosen = [single] if engine or model or base_url else settings.model or _default_models()
+        place = _Place(
+            host or settings.host,
+            settings.port if port is None else port,
+            state or Path(settings.state),
+            without_keys,
+        )
+        code = _serve(place, chosen, report)
+    except (UsageError, EngineError, StoreError) as error:
+        code = report.error(error, ExitCode.USAGE)
+    except KeyboardInterrupt:
+        code = 0
+    raise typer.Exit(code)
+
+
+def _settings(path: Path | None) -> Settings:
+    if path is None:
+        if not DEFAULT_CONFIG.exists():
+            return Settings()
+        path = DEFAULT_CONFIG
+    try:
+        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = msgspec.convert(found, Settings)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no TOML: {error}.") from error
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{path} is not understood: {error}.") from error
+    names = [one.name for one in settings.model]
+    for one in names:
+        if names.count(one) > 1:
+            raise UsageError(f"{path} names two models {one!r}. Clients tell models apart by name.")
+    return settings
+
+
+def _default_models() -> list[ModelSettings]:
+    return [ModelSettings("smollm2-135m-instruct", "llama"), ModelSettings("all-minilm-l6-v2", "onnx")]
+
+
+def _served(one: ModelSettings, events: EventBus) -> Served:
+    if not one.name:
+        raise UsageError("The model needs a name that clients call it by. Give --name, or --model.")
+    endpoint = Endpoint.EMBEDDINGS if one.engine == "onnx" else None
+    engine_name = choose_engine(one.engine, one.model, one.base_url, endpoint)
+    choice = EngineChoice(
+        engine_name, one.model, one.base_url, one.api_key_env, one.timeout_s, one.concurrency
+    )
+    engine = build_engine(choice, events)
+    return Served(one.name, engine, concurrency_of(choice, engine), time.time())
+
+
+def _serve(place: _Place, chosen: list[ModelSettings], report: Report) -> int:
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    events = EventBus()
+    report.listen(events)
+    host = Host(place.state, [_served(one, events) for one in chosen], events=events)
+    keys = [one for one in host.keys.all() if one.revoked_at is None]
+    if not _is_loopback(place.host) and not keys and not place.without_keys:
+        raise UsageError(
+            f"Others can reach {place.host}, and no key has been made. Make one with "
+            f"`batchyard keys create NAME --state {place.state}`, or say --without-keys."
+        )
+    app = make_app(host, open_access=not keys)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            host=place.host,
+            port=place.port,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_DRAIN_S,
+        )
+    )
+
+    def told() -> None:
+        port = server.servers[0].sockets[0].getsockname()[1]
+        shown = f"[{place.host}]" if ":" in place.host else place.host
+        for one in host.models.values():
+            paths = ", ".join(sorted(path.removeprefix("/v1/") for path in one.engine.capabilities.endpoints))
+            console.print(f"  {one.name}  {one.engine.name}, {one.concurrency} at once: {paths}, batches")
+        console.print(f"State   {place.state}")
+        console.print(f"Keys    {len(keys)} made" if keys else "Keys    none made, so none is asked for")
+        console.print(
+            f"Listening on http://{shown}:{port}/v1   (Ctrl-C stops; batches go on at the next start)"
+        )
+
+    server.on_started = told
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        # The server raises the signal again once it has stopped: by then everything is kept.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        return runner.run(_until_stopped(host, server))
+
+
+async def _until_stopped(host: Host, server: _Server) -> int:
+    await host.open()
+    try:
+        await server.serve()
+    except SystemExit as ended:
+        # The address is taken, or may not be used: the server has said so.
+        raise UsageError(
+            f"Cannot listen on {server.config.host}:{server.config.port}. "
+            "Choose another --port, or stop what listens there."
+        ) from ended
+    finally:
+        await host.close()
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Tells when it listens."""
+
+    on_started: Any = None
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started and self.on_started is not None:
+            self.on_started()
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
