@@ -72,7 +72,7 @@ class LiveApi:
                 message = f"The model {served.name!r} does not stream {endpoint.value}."
                 raise ApiError(400, message, code="unsupported_value", param="stream")
             return await _streamed(engine, request)
-        return _as_response(await _unless_gone(http.receive, engine, request))
+        return _as_response(await answer_while_there(http.receive, engine, request))
 
     def _served(self, endpoint: Endpoint, body: dict[str, Any]) -> Served:
         name = required_string(body, "model")
@@ -102,7 +102,7 @@ class LiveApi:
         return served
 
 
-async def _unless_gone(receive: Receive, engine: SharedEngine, request: Request) -> Outcome:
+async def answer_while_there(receive: Receive, engine: SharedEngine, request: Request) -> Outcome:
     """The outcome of *request*; cancelled when its client hangs up."""
     call = asyncio.ensure_future(engine.dispatch([request]))
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -130,10 +130,11 @@ async def _disconnected(receive: Receive) -> None:
 def _as_response(outcome: Outcome) -> Response:
     if isinstance(outcome, Answer):
         return Response(outcome.body, outcome.status_code, media_type="application/json")
-    raise _as_error(outcome)
+    raise as_error(outcome)
 
 
-def _as_error(fault: Fault) -> ApiError:
+def as_error(fault: Fault) -> ApiError:
+    """A dispatch that brought no answer, as the client is told of it."""
     status = _STATUS.get(fault.kind, 503)
     headers = {}
     if fault.retry_after_s is not None:
@@ -153,6 +154,22 @@ def _engine_is_down(error: EngineError) -> ApiError:
 async def _streamed(engine: SharedEngine, request: Request) -> Response:
     """Server-sent events. An error that comes before the first token is an HTTP error."""
     chunks = engine.stream(request)
+    first = await first_chunk(chunks)
+    if isinstance(first, Response):
+        return first
+    return StreamingResponse(
+        _events(first, chunks, request.endpoint),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+    )
+
+
+async def first_chunk(chunks: AsyncIterator[bytes]) -> bytes | Response:
+    """The first chunk of a streamed answer, or the response that says why there is none.
+
+    Raises:
+        ApiError: the engine cannot be used, or gave nothing.
+    """
     try:
         first = await anext(chunks, None)
     except EngineError as error:
@@ -161,13 +178,8 @@ async def _streamed(engine: SharedEngine, request: Request) -> Response:
         raise ApiError(502, "The engine gave no answer.", kind="server_error", code="invalid_answer")
     if (refused := _error_in(first)) is not None:
         await chunks.aclose()  # type: ignore[attr-defined]  # generators, all of them
-        status = _status_of(refused)
-        return Response(first, status, media_type="application/json")
-    return StreamingResponse(
-        _events(first, chunks, request.endpoint),
-        media_type="text/event-stream",
-        headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-    )
+        return Response(first, _status_of(refused), media_type="application/json")
+    return first
 
 
 async def _events(first: bytes, chunks: AsyncIterator[bytes], endpoint: Endpoint) -> AsyncIterator[bytes]:

@@ -1,0 +1,143 @@
+"""Floor 8. `POST /v1/messages`: one message, whole or streamed, answered by any model that chats.
+
+Errors wear Anthropic's envelope here, and the request's id its header.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from batchyard.api.access import Access
+from batchyard.api.anthropic.translate import StreamTranslator, to_chat, to_message
+from batchyard.api.errors import ApiError
+from batchyard.api.openai.live import answer_while_there, as_error, first_chunk
+from batchyard.api.openai.models import no_such_model
+from batchyard.api.reading import parse_object, read_body
+from batchyard.errors import EngineError
+from batchyard.service.hosting.host import Host
+from batchyard.service.hosting.slots import NOW, Served
+from batchyard.types import Answer, Endpoint, Request
+
+_MAX_BODY = 32 << 20
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessagesApi:
+    """Messages, translated to chat completions."""
+
+    def __init__(self, host: Host, access: Access) -> None:
+        self._host = host
+        self._access = access
+
+    def routes(self) -> list[BaseRoute]:
+        """What it answers to."""
+        return [Route("/v1/messages", self.answer, methods=["POST"])]
+
+    async def answer(self, http: HttpRequest) -> Response:
+        """One message; whatever is wrong is told in Anthropic's words."""
+        request_id = http.state.request_id
+        try:
+            response = await self._answered(http)
+        except ApiError as error:
+            response = _refused(error, request_id)
+        response.headers["request-id"] = request_id
+        return response
+
+    async def _answered(self, http: HttpRequest) -> Response:
+        await self._access.tenant(http)
+        params = parse_object(await read_body(http, _MAX_BODY))
+        chat = to_chat(params)
+        served = self._served(chat["model"])
+        message_id = http.state.request_id.replace("req_", "msg_", 1)
+        body = msgspec.json.encode(chat)
+        request = Request(http.state.request_id, Endpoint.CHAT, body, served.name)
+        engine = served.at(NOW)
+        if chat.get("stream"):
+            if not served.engine.capabilities.streams:
+                raise ApiError(400, f"stream: the model {served.name!r} does not stream")
+            chunks = engine.stream(request)
+            first = await first_chunk(chunks)
+            if isinstance(first, Response):
+                raise _from_openai(first.status_code, bytes(first.body))
+            return StreamingResponse(
+                _events(first, chunks, StreamTranslator(message_id, served.name)),
+                media_type="text/event-stream",
+                headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            )
+        outcome = await answer_while_there(http.receive, engine, request)
+        if not isinstance(outcome, Answer):
+            raise as_error(outcome)
+        if not outcome.succeeded:
+            raise _from_openai(outcome.status_code, outcome.body)
+        message = to_message(msgspec.json.decode(outcome.body), message_id, served.name)
+        return Response(msgspec.json.encode(message), media_type="application/json")
+
+    def _served(self, name: str) -> Served:
+        served = self._host.models.get(name)
+        if served is None:
+            raise no_such_model(name, self._host)
+        if Endpoint.CHAT not in served.engine.capabilities.endpoints:
+            raise ApiError(400, f"model: {name!r} does not chat")
+        return served
+
+
+async def _events(
+    first: bytes, chunks: AsyncIterator[bytes], translator: StreamTranslator
+) -> AsyncIterator[bytes]:
+    async with aclosing(chunks):  # type: ignore[type-var]  # generators, all of them
+        try:
+            for event in translator.feed(msgspec.json.decode(first)):
+                yield _event(event)
+            async for chunk in chunks:
+                found = msgspec.json.decode(chunk)
+                if "error" in found:
+                    yield _event(_error(found["error"].get("message") or "", "api_error"))
+                    return
+                for event in translator.feed(found):
+                    yield _event(event)
+        except EngineError as error:
+            yield _event(_error(str(error), "overloaded_error"))
+            return
+    for event in translator.finish():
+        yield _event(event)
+    await asyncio.sleep(0)
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+def _error(message: str, kind: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _refused(error: ApiError, request_id: str) -> Response:
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    body = _error(error.message, kind) | {"request_id": request_id}
+    return Response(msgspec.json.encode(body), error.status, error.headers, media_type="application/json")
+
+
+def _from_openai(status: int, body: bytes) -> ApiError:
+    """What an engine answered to a chat completion at fault."""
+    try:
+        message = str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        message = "The model refused the request."
+    return ApiError(status, message)
