@@ -98,7 +98,9 @@ async def test_at_the_end_of_its_window_a_batch_expires_with_what_it_has(tmp_pat
         file = await host.kept(
             lambda: host.files.keep(incoming, "t", purpose="batch", filename="a.jsonl", expires_s=None)
         )
-        made = await host.create("t", NewBatch(file, file.id, "/v1/chat/completions", "1s", 1.0))
+        made = await host.create(
+            "t", NewBatch(host.files.path(file.id), file.id, "/v1/chat/completions", "1s", 1.0)
+        )
         async with asyncio.timeout(30):
             await ended.wait()
         batch = await host.get("t", made.id)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchyard._version import __version__
 from batchyard.api.access import Access
+from batchyard.api.anthropic.batches import MessageBatchesApi
 from batchyard.api.anthropic.messages import MessagesApi
 from batchyard.api.errors import HANDLERS, json_response
 from batchyard.api.openai.batches import BatchesApi
@@ -59,6 +60,7 @@ def make_app(host: Host, *, open_access: bool = False) -> Starlette:
         *ModelsApi(host, access).routes(),
         *LiveApi(host, access).routes(),
         *MessagesApi(host, access).routes(),
+        *MessageBatchesApi(host, access).routes(),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     app.router.redirect_slashes = False

@@ -34,6 +34,8 @@ class BatchRecord:
     error_path: str | None = None
     #: Whose it is; empty for a run of the command line.
     tenant: str = ""
+    #: `openai` or `anthropic`; empty for a run of the command line.
+    dialect: str = ""
     cancelling_at: float | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -129,9 +131,15 @@ class Store(Protocol):
         ...
 
     def page(
-        self, tenant: str, limit: int, *, after: BatchRecord | None = None, statuses: Sequence[str] = ()
+        self,
+        tenant: str,
+        dialect: str,
+        limit: int,
+        *,
+        after: BatchRecord | None = None,
+        statuses: Sequence[str] = (),
     ) -> list[BatchRecord]:
-        """Up to *limit* Batches of *tenant* that come after *after*, newest first."""
+        """Up to *limit* Batches of *tenant* in *dialect* that come after *after*, newest first."""
         ...
 
     def move(self, batch_id: str, expected: str, status: str, **changes: Any) -> bool:

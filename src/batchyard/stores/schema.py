@@ -33,6 +33,8 @@ batches = Table(
     metadata,
     Column("id", String(64), primary_key=True),
     Column("tenant", String(64), nullable=False, default=""),
+    # Through which dialect it came, as its owner sees only those of the dialect that is spoken.
+    Column("dialect", String(16), nullable=False, default=""),
     Column("status", String(16), nullable=False),
     Column("created_at", Float, nullable=False),
     Column("in_progress_at", Float),

@@ -83,9 +83,15 @@ class SqlStore:
         return [BatchRecord(**row._mapping) for row in rows]  # noqa: SLF001
 
     def page(
-        self, tenant: str, limit: int, *, after: BatchRecord | None = None, statuses: Sequence[str] = ()
+        self,
+        tenant: str,
+        dialect: str,
+        limit: int,
+        *,
+        after: BatchRecord | None = None,
+        statuses: Sequence[str] = (),
     ) -> list[BatchRecord]:
-        wanted = batches.c.tenant == tenant
+        wanted = and_(batches.c.tenant == tenant, batches.c.dialect == dialect)
         if statuses:
             wanted = and_(wanted, batches.c.status.in_(statuses))
         if after is not None:

@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from batchyard.api.access import Access
+from batchyard.api.anthropic.envelope import error_event, in_words
 from batchyard.api.anthropic.translate import StreamTranslator, to_chat, to_message
 from batchyard.api.errors import ApiError
 from batchyard.api.openai.live import answer_while_there, as_error, first_chunk
@@ -27,16 +28,6 @@ from batchyard.service.hosting.slots import NOW, Served
 from batchyard.types import Answer, Endpoint, Request
 
 _MAX_BODY = 32 << 20
-_KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 class MessagesApi:
@@ -48,19 +39,10 @@ class MessagesApi:
 
     def routes(self) -> list[BaseRoute]:
         """What it answers to."""
-        return [Route("/v1/messages", self.answer, methods=["POST"])]
+        return [Route("/v1/messages", in_words(self.answer), methods=["POST"])]
 
     async def answer(self, http: HttpRequest) -> Response:
-        """One message; whatever is wrong is told in Anthropic's words."""
-        request_id = http.state.request_id
-        try:
-            response = await self._answered(http)
-        except ApiError as error:
-            response = _refused(error, request_id)
-        response.headers["request-id"] = request_id
-        return response
-
-    async def _answered(self, http: HttpRequest) -> Response:
+        """One message."""
         await self._access.tenant(http)
         params = parse_object(await read_body(http, _MAX_BODY))
         chat = to_chat(params)
@@ -108,12 +90,12 @@ async def _events(
             async for chunk in chunks:
                 found = msgspec.json.decode(chunk)
                 if "error" in found:
-                    yield _event(_error(found["error"].get("message") or "", "api_error"))
+                    yield _event(error_event(found["error"].get("message") or "", "api_error"))
                     return
                 for event in translator.feed(found):
                     yield _event(event)
         except EngineError as error:
-            yield _event(_error(str(error), "overloaded_error"))
+            yield _event(error_event(str(error), "overloaded_error"))
             return
     for event in translator.finish():
         yield _event(event)
@@ -122,16 +104,6 @@ async def _events(
 
 def _event(event: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
-
-
-def _error(message: str, kind: str) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def _refused(error: ApiError, request_id: str) -> Response:
-    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    body = _error(error.message, kind) | {"request_id": request_id}
-    return Response(msgspec.json.encode(body), error.status, error.headers, media_type="application/json")
 
 
 def _from_openai(status: int, body: bytes) -> ApiError:

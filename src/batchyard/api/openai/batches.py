@@ -63,8 +63,9 @@ class BatchesApi:
             raise ApiError(400, message, code="invalid_value", param="endpoint")
         window = required_string(body, "completion_window")
         expires = body.get("output_expires_after")
+        file = await self._host.kept(lambda: self._host.files.get(tenant, file_id))
         wanted = NewBatch(
-            input_file=await self._host.kept(lambda: self._host.files.get(tenant, file_id)),
+            source=None if file is None else self._host.files.path(file.id),
             input_file_id=file_id,
             endpoint=endpoint,
             completion_window=window,

@@ -21,20 +21,22 @@ from batchyard.service.hosting.keys import Keys
 from batchyard.service.hosting.shelf import Limits, Shelf
 from batchyard.service.hosting.slots import Served
 from batchyard.service.lifecycle import TERMINAL, Action, Status, step
-from batchyard.stores.protocol import BatchRecord, FileRecord
+from batchyard.stores.protocol import BatchRecord
 from batchyard.types import Usage
 
 T = TypeVar("T")
 
 _SWEEP_S = 30.0
+#: What ids of Batches begin with, by dialect.
+_PREFIXES = {"openai": "batch_", "anthropic": "msgbatch_"}
 
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
     """What a tenant asks for."""
 
-    #: The file that holds the requests; None where the id names none of the tenant's files.
-    input_file: FileRecord | None
+    #: Where the requests lie until the Batch has its own name for them; None where they cannot be found.
+    source: Path | None
     input_file_id: str
     endpoint: str
     #: As the tenant wrote it, such as `24h`, and in seconds.
@@ -42,6 +44,11 @@ class NewBatch:
     window_s: float
     metadata: Mapping[str, str] | None = None
     output_expires_s: float | None = None
+    dialect: str = "openai"
+    #: Whether requests may name different models; one that is not served then fails alone.
+    several_models: bool = False
+    #: How many requests there are, where that is known.
+    total: int | None = None
 
     def settings(self) -> dict[str, Any]:
         """What the store keeps of it."""
@@ -51,6 +58,8 @@ class NewBatch:
             "completion_window": self.completion_window,
             "metadata": self.metadata,
             "output_expires_s": self.output_expires_s,
+            "several_models": self.several_models,
+            "total": self.total,
         }
 
 
@@ -167,7 +176,7 @@ class Host:
                 late = batch.deadline_at is not None and batch.deadline_at <= now
                 if late and Status(batch.status) is Status.PAUSED:
                     # Its window closes all the same: on its way again, each open request gets its line.
-                    await self._act(batch.tenant, batch.id, Action.RESUME)
+                    await self._act(batch.tenant, batch.id, Action.RESUME, batch.dialect)
 
     def _set_out(self, batch_id: str) -> None:
         if self._closing or batch_id in self._journeys:
@@ -198,10 +207,9 @@ class Host:
         name = uuid.uuid4().hex
         if idempotency_key is not None:
             name = hashlib.sha256(f"{tenant}\0{idempotency_key}".encode()).hexdigest()
-        batch_id = f"batch_{name[:24]}"
+        batch_id = f"{_PREFIXES[wanted.dialect]}{name[:24]}"
         now = self.clock.wall()
         target = self._shelf.input_of(batch_id)
-        source = None if wanted.input_file is None else self.files.path(wanted.input_file.id)
         record = BatchRecord(
             batch_id,
             Status.VALIDATING,
@@ -210,13 +218,14 @@ class Host:
             wanted.settings(),
             deadline_at=now + wanted.window_s,
             tenant=tenant,
+            dialect=wanted.dialect,
         )
 
         def remember() -> BatchRecord:
             if idempotency_key is not None:
                 with suppress(BatchNotFound):
                     return self._shelf.store.get(batch_id)
-            own_input(source, target)
+            own_input(wanted.source, target)
             self._shelf.store.create(record)
             return record
 
@@ -228,22 +237,29 @@ class Host:
 
     # --- query ----------------------------------------------------------------------------------
 
-    async def get(self, tenant: str, batch_id: str) -> BatchRecord:
+    async def get(self, tenant: str, batch_id: str, dialect: str = "openai") -> BatchRecord:
         """The Batch of *tenant* with this id.
 
         Raises:
-            BatchNotFound: there is none; another tenant's is none either.
+            BatchNotFound: there is none; another tenant's is none either, nor is one of another dialect.
         """
         batch = await self.kept(lambda: self._shelf.store.get(batch_id))
-        if batch.tenant != tenant:
+        if (batch.tenant, batch.dialect) != (tenant, dialect):
             raise BatchNotFound(f"There is no Batch {batch_id!r}.")
         return batch
 
     async def page(
-        self, tenant: str, limit: int, *, after: BatchRecord | None = None, statuses: Sequence[str] = ()
+        self,
+        tenant: str,
+        limit: int,
+        *,
+        dialect: str = "openai",
+        after: BatchRecord | None = None,
+        statuses: Sequence[str] = (),
     ) -> list[BatchRecord]:
         """Up to *limit* Batches that come after *after*, newest first."""
-        return await self.kept(lambda: self._shelf.store.page(tenant, limit, after=after, statuses=statuses))
+        page = partial(self._shelf.store.page, tenant, dialect, limit, after=after, statuses=statuses)
+        return await self.kept(page)
 
     async def counts(self, batch: BatchRecord) -> BatchCounts:
         """What became of its requests so far."""
@@ -267,14 +283,14 @@ class Host:
 
     # --- act ------------------------------------------------------------------------------------
 
-    async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
+    async def cancel(self, tenant: str, batch_id: str, dialect: str = "openai") -> BatchRecord:
         """Stop a Batch: what runs is cancelled, what is finished is kept, the rest gets its line.
 
         Raises:
             BatchNotFound: there is none.
             InvalidTransition: it has ended.
         """
-        return await self._act(tenant, batch_id, Action.CANCEL)
+        return await self._act(tenant, batch_id, Action.CANCEL, dialect)
 
     async def pause(self, tenant: str, batch_id: str) -> BatchRecord:
         """Dispatch nothing more of a Batch until it is resumed; its window goes on.
@@ -294,9 +310,29 @@ class Host:
         """
         return await self._act(tenant, batch_id, Action.RESUME)
 
-    async def _act(self, tenant: str, batch_id: str, action: Action) -> BatchRecord:
+    async def delete(self, tenant: str, batch_id: str, dialect: str = "openai") -> None:
+        """Forget a Batch that has ended, its result files included.
+
+        Raises:
+            BatchNotFound: there is none.
+            InvalidTransition: it has not ended.
+        """
+        batch = await self.get(tenant, batch_id, dialect)
+        if Status(batch.status) not in TERMINAL:
+            raise InvalidTransition(f"Batch {batch_id} has not ended. Cancel it first.")
+
+        def forget() -> None:
+            self._shelf.store.delete(batch_id)
+            for file_id in (batch.output_file_id, batch.error_file_id):
+                record = None if file_id is None else self.files.get(tenant, file_id)
+                if record is not None:
+                    self.files.delete(record)
+
+        await self.kept(forget)
+
+    async def _act(self, tenant: str, batch_id: str, action: Action, dialect: str = "openai") -> BatchRecord:
         for _ in range(10):
-            batch = await self.get(tenant, batch_id)
+            batch = await self.get(tenant, batch_id, dialect)
             status = Status(batch.status)
             target = step(status, action)
             if target is status:
@@ -306,7 +342,7 @@ class Host:
                 changes["cancelling_at"] = self.clock.wall()
             moved = await self.kept(partial(self._shelf.store.move, batch_id, status, target, **changes))
             if moved:
-                batch = await self.get(tenant, batch_id)
+                batch = await self.get(tenant, batch_id, dialect)
                 self._shelf.tell(batch)
                 await self._follow(batch_id)
                 return batch

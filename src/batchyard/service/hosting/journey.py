@@ -12,9 +12,11 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from batchyard.engines.protocol import Engine
 from batchyard.errors import (
     BatchyardError,
     InputChanged,
@@ -24,7 +26,7 @@ from batchyard.errors import (
     UsageError,
 )
 from batchyard.service.hosting.shelf import Shelf
-from batchyard.service.hosting.slots import Served
+from batchyard.service.hosting.slots import RoutedEngine
 from batchyard.service.input_file import InputFile
 from batchyard.service.intake.registration import IntakeRules, Registration, register
 from batchyard.service.join import Joined, Order, SegmentsDamaged, join_committed
@@ -108,7 +110,7 @@ class Journey:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _step(self, batch: BatchRecord, status: Status) -> Stop | None:
-        if status is Status.VALIDATING:
+        if status is Status.VALIDATING or (status is Status.CANCELLING and not batch.total):
             await self._validate(batch)
             return None
         if status is Status.FINALIZING:
@@ -126,31 +128,38 @@ class Journey:
     # --- validate -------------------------------------------------------------------------------
 
     async def _validate(self, batch: BatchRecord) -> None:
+        """Register the requests; one cancelled meanwhile needs them too, to give each its line."""
         shelf = self._shelf
+        status = Status(batch.status)
         try:
-            found, served = await asyncio.to_thread(self._register, batch)
+            found, model = await asyncio.to_thread(self._register, batch)
         except InvalidInput as refused:
-            errors = [asdict(error) for error in refused.errors]
-            await self._move(batch, Action.REFUSE, ended_at=shelf.clock.wall(), errors=errors)
+            if status is Status.CANCELLING:
+                await self._move(batch, Action.COMPLETE, ended_at=shelf.clock.wall())
+            else:
+                errors = [asdict(error) for error in refused.errors]
+                await self._move(batch, Action.REFUSE, ended_at=shelf.clock.wall(), errors=errors)
             await asyncio.to_thread(shelf.forget_work, self.id)
             return
         chunks = [
             ChunkRecord(self.id, one.no, one.offset, one.length, one.first_index, one.first_line, one.count)
             for one in found.chunks
         ]
-        changes = {
+        changes: dict[str, Any] = {
             "input_bytes": found.size_bytes,
             "input_mtime_ns": found.mtime_ns,
             "input_sha256": found.sha256,
             "total": found.total,
-            "in_progress_at": shelf.clock.wall(),
-            "model": served.name,
+            "model": model,
         }
-        target = step(Status.VALIDATING, Action.ACCEPT)
-        await self._kept(lambda: shelf.store.register(self.id, Status.VALIDATING, target, chunks, **changes))
+        target = status
+        if status is Status.VALIDATING:
+            target = step(status, Action.ACCEPT)
+            changes["in_progress_at"] = shelf.clock.wall()
+        await self._kept(partial(shelf.store.register, self.id, status, target, chunks, **changes))
         shelf.tell(await self._get())
 
-    def _register(self, batch: BatchRecord) -> tuple[Registration, Served]:
+    def _register(self, batch: BatchRecord) -> tuple[Registration, str | None]:
         settings = batch.settings
         source = Path(batch.input_path)
         if not source.exists():
@@ -158,16 +167,18 @@ class Journey:
             raise InvalidInput([LineError("invalid_request", message, None, "file_id")])
         endpoint = Endpoint(settings["endpoint"])
         rules = IntakeRules(
-            endpoints=frozenset([endpoint]), several_models=False, same_endpoint=True, limit=None
+            endpoints=frozenset([endpoint]), several_models=settings["several_models"], same_endpoint=True
         )
         try:
             found = register(source, rules)
         except (UsageError, InputChanged) as error:
             raise InvalidInput([LineError("invalid_request", str(error))]) from error
-        most = self._shelf.limits.max_requests
+        most = self._shelf.limits.max_requests if settings["total"] is None else settings["total"]
         if found.total > most:
             message = f"The input holds {found.total:,} requests; a batch takes {most:,}. Split it."
             raise InvalidInput([LineError("too_many_tasks", message)])
+        if settings["several_models"]:
+            return found, None
         (model,) = found.models
         served = self._shelf.models.get(model)
         line = found.chunks[0].first_line
@@ -178,32 +189,34 @@ class Journey:
         if endpoint not in served.engine.capabilities.endpoints:
             message = f"The model {model!r} does not answer {endpoint.value}."
             raise InvalidInput([LineError("invalid_request", message, line, "url")])
-        return found, served
+        return found, served.name
 
     # --- work -----------------------------------------------------------------------------------
 
     async def _work(self, batch: BatchRecord) -> Stop | None:
         """Dispatch what has no result yet; None when every request has one."""
         shelf = self._shelf
-        if not batch.total:
-            return None
-        served = shelf.models.get(batch.model or "")
-        if served is None:
-            return Stop(
-                "no_model", f"The model {batch.model!r} is not served any more. Serve it again to go on."
-            )
+        urgency = batch.deadline_at or batch.created_at
+        engine: Engine
+        if batch.model is None:
+            engine = RoutedEngine(shelf.models, urgency)
+            concurrency = sum(one.concurrency for one in shelf.models.values())
+        elif (served := shelf.models.get(batch.model)) is not None:
+            engine, concurrency = served.at(urgency), served.concurrency
+        else:
+            message = f"The model {batch.model!r} is not served any more. Serve it again to go on."
+            return Stop("no_model", message)
         source = await asyncio.to_thread(InputFile, batch)
         try:
             # The folder's lock is ours, so whoever held a lease before is gone.
             await self._kept(lambda: shelf.store.release(self.id))
             done = await self._kept(lambda: shelf.store.done_counts(self.id))
-            urgency = batch.deadline_at or batch.created_at
             worker = Worker(
                 shelf.store,
                 shelf.keeper,
                 shelf.folder.segments(self.id),
-                served.at(urgency),
-                WorkPlan(concurrency=served.concurrency, deadline_at=batch.deadline_at),
+                engine,
+                WorkPlan(concurrency=concurrency, deadline_at=batch.deadline_at),
                 batch_id=self.id,
                 total=batch.total,
                 source=source,

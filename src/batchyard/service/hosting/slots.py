@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from json import dumps
 
 from batchyard.engines.protocol import Engine
-from batchyard.types import Capabilities, Outcome, Request
+from batchyard.types import Answer, Capabilities, Outcome, Request
 
 #: Urgency of a caller who waits; anything larger is a deadline in Unix seconds.
 NOW = 0.0
@@ -116,3 +117,52 @@ class SharedEngine:
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
         return await self._served.engine.count_tokens(requests)
+
+
+class RoutedEngine:
+    """All served models as one `Engine`: each request goes to the one that it names."""
+
+    def __init__(self, models: Mapping[str, Served], urgency: float) -> None:
+        self.name = "routed"
+        self.model: str | None = None
+        self._models = models
+        self._urgency = urgency
+
+    @property
+    def capabilities(self) -> Capabilities:
+        every = [one.engine.capabilities for one in self._models.values()]
+        endpoints = frozenset().union(*(one.endpoints for one in every))
+        return Capabilities(endpoints, several_models=True)
+
+    async def start(self) -> None:
+        """Started by their owner."""
+
+    async def close(self) -> None:
+        """Closed by their owner."""
+
+    async def dispatch(self, requests: Sequence[Request]) -> list[Outcome]:
+        return list(await asyncio.gather(*map(self._answer, requests)))
+
+    async def _answer(self, request: Request) -> Outcome:
+        served = self._models.get(request.model or "")
+        if served is None:
+            known = ", ".join(sorted(self._models))
+            message = f"The model {request.model!r} does not exist here. Use one of: {known}."
+            return _refused(404, message, "model_not_found")
+        if request.endpoint not in served.engine.capabilities.endpoints:
+            message = f"The model {request.model!r} does not answer {request.endpoint.value}."
+            return _refused(400, message, "unsupported_endpoint")
+        (outcome,) = await served.at(self._urgency).dispatch([request])
+        return outcome
+
+    async def stream(self, request: Request) -> AsyncIterator[bytes]:
+        async for chunk in self._models[request.model or ""].at(self._urgency).stream(request):
+            yield chunk
+
+    async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
+        return [None] * len(requests)
+
+
+def _refused(status: int, message: str, code: str) -> Answer:
+    error = {"message": message, "type": "invalid_request_error", "param": "model", "code": code}
+    return Answer(status, dumps({"error": error}).encode())
