@@ -11,6 +11,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 QUICK = {
+    "bench_batch_api.py": ["--upload-mb", "50"],
+    "bench_batcher.py": ["--quick"],
+    "bench_gateway.py": ["--requests", "2000", "--rounds", "1"],
     "bench_million.py": ["--requests", "100000"],
     "bench_run.py": ["--requests", "4000", "--rounds", "1"],
 }
