@@ -277,6 +277,8 @@ def test_wrong_paths_methods_and_forms_get_the_envelope(server):
         (httpx.get(f"{url}/files?limit=0"), 400),
         (httpx.get(f"{url}/files?limit=ten"), 400),
         (httpx.get(f"{url}/batches?status=odd"), 400),
+        (httpx.get(f"{url}/models", headers={"x-long": "y" * 70_000}), 431),
+        (httpx.post(f"{url}/batches", json=dict.fromkeys(["input_file_id", "endpoint"], "x" * 600)), 400),
         (httpx.post(f"{url}/batches", content=b"{}" + b" " * (2 << 20)), 413),
     ]
     for answer, status in found:

@@ -17,12 +17,15 @@ from batchyard._version import __version__
 from batchyard.api.access import Access
 from batchyard.api.anthropic.batches import MessageBatchesApi
 from batchyard.api.anthropic.messages import MessagesApi
-from batchyard.api.errors import HANDLERS, json_response
+from batchyard.api.errors import HANDLERS, ApiError, error_response, json_response
 from batchyard.api.openai.batches import BatchesApi
 from batchyard.api.openai.files import FilesApi
 from batchyard.api.openai.live import LiveApi
 from batchyard.api.openai.models import ModelsApi
 from batchyard.service.hosting.host import Host
+
+#: Names and values of all headers of a request together, in bytes.
+_MAX_HEADERS = 65_536
 
 
 def make_app(host: Host, *, open_access: bool = False) -> Starlette:
@@ -80,6 +83,10 @@ class _RequestIds:
             return
         request_id = f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
+        app = self._app
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > _MAX_HEADERS:
+            message = f"The headers of your request are larger than {_MAX_HEADERS:,} bytes."
+            app = error_response(ApiError(431, message, code="headers_too_large"))
         begun = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
@@ -92,4 +99,4 @@ class _RequestIds:
                 ]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        await app(scope, receive, send_with_id)

@@ -5,6 +5,7 @@ Whatever is wrong with them is an `ApiError` that names the parameter.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from batchyard.api.errors import ApiError
 #: The longest name or value of a form field, in bytes.
 _MAX_FIELD = 16_384
 _MAX_FIELDS = 64
+#: How long a body may make no headway before its request is given up.
+STALL_S = 60.0
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -28,15 +31,12 @@ async def read_body(request: Request, most: int) -> bytes:
     """
     parts: list[bytes] = []
     size = 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                message = f"The body is larger than {most:,} bytes. Send less at once."
-                raise ApiError(413, message, code="request_too_large")
-            parts.append(part)
-    except ClientDisconnect:
-        raise ApiError(400, "The body came to an end early.") from None
+    async for part in _blocks(request):
+        size += len(part)
+        if size > most:
+            message = f"The body is larger than {most:,} bytes. Send less at once."
+            raise ApiError(413, message, code="request_too_large")
+        parts.append(part)
     return b"".join(parts)
 
 
@@ -236,9 +236,18 @@ class Form:
 
 
 async def _blocks(request: Request) -> AsyncIterator[bytes]:
-    try:
-        async for block in request.stream():
-            if block:
-                yield block
-    except ClientDisconnect:
-        raise ApiError(400, "The upload came to an end early. Send it again.") from None
+    """The body as it comes; a client that sends nothing for too long is given up."""
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(STALL_S):
+                block = await anext(stream, None)
+        except ClientDisconnect:
+            raise ApiError(400, "The body came to an end early. Send it again.") from None
+        except TimeoutError:
+            message = f"Nothing of the body came for {STALL_S:g} seconds. Send it again."
+            raise ApiError(408, message, code="request_timeout") from None
+        if block is None:
+            return
+        if block:
+            yield block

@@ -27,6 +27,7 @@ from batchyard.stores.protocol import BatchRecord
 from batchyard.types import Endpoint
 
 _MAX_BODY = 1 << 20
+_MAX_ID = 512
 _WINDOW = re.compile(r"([1-9]\d{0,4})([mhd])")
 _UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
 _LONGEST_S = 7 * 86_400
@@ -56,6 +57,9 @@ class BatchesApi:
         tenant = await self._access.tenant(request)
         body = parse_object(await read_body(request, _MAX_BODY))
         file_id = required_string(body, "input_file_id")
+        if len(file_id) > _MAX_ID:
+            message = f"Invalid 'input_file_id': string too long. No id is longer than {_MAX_ID} characters."
+            raise ApiError(400, message, code="string_above_max_length", param="input_file_id")
         endpoint = required_string(body, "endpoint")
         if endpoint not in set(Endpoint):
             known = ", ".join(repr(one.value) for one in Endpoint)
