@@ -3,7 +3,7 @@
 import pytest
 from sqlalchemy import text
 
-from batchyard.errors import BatchNotFound, StoreError
+from batchyard.errors import BatchNotFound, StorageFull, StoreError
 from batchyard.stores.protocol import BatchRecord, ChunkProgress, ChunkRecord
 from batchyard.stores.sql import SqlStore
 from batchyard.types import Usage
@@ -164,6 +164,38 @@ def test_a_file_of_another_version_or_kind_is_refused_in_words(tmp_path):
     other.write_bytes(b"certainly no database" * 100)
     with pytest.raises(StoreError, match="damaged or no database"):
         SqlStore(other)
+
+
+def test_after_a_full_disk_it_reads_at_once_and_writes_when_there_is_room(tmp_path):
+    store = SqlStore(tmp_path / "state.db")
+    store.create(BatchRecord("batch_1", "in_progress", 1.0, "in.jsonl", {}))
+    with store.database._connected() as connection:
+        connection.exec_driver_sql("pragma journal_mode = delete")
+        pages = connection.exec_driver_sql("pragma page_count").scalar_one()
+        connection.exec_driver_sql(f"pragma max_page_count = {pages}")
+    large = {"note": "x" * 1_000_000}
+    for _ in range(2):
+        with pytest.raises(StorageFull):
+            store.create(BatchRecord("batch_2", "in_progress", 2.0, "in.jsonl", large))
+        assert store.get("batch_1").status == "in_progress"
+        with store.database._connected() as connection:
+            connection.exec_driver_sql(f"pragma max_page_count = {pages}")
+    with store.database._connected() as connection:
+        connection.exec_driver_sql("pragma max_page_count = 1000000")
+    store.create(BatchRecord("batch_2", "in_progress", 2.0, "in.jsonl", large))
+    assert store.move("batch_1", "in_progress", "paused")
+    store.close()
+
+
+def test_an_error_in_the_middle_of_a_transaction_spoils_no_later_one(tmp_path):
+    store = SqlStore(tmp_path / "state.db")
+    store.create(BatchRecord("batch_1", "in_progress", 1.0, "in.jsonl", {}))
+    for _ in range(2):
+        with pytest.raises(StoreError):
+            with store.database.writing() as connection:
+                connection.exec_driver_sql("insert into nothing values (1)")
+        assert store.move("batch_1", "in_progress", "in_progress")
+    store.close()
 
 
 def test_a_folder_that_cannot_be_written_is_told_so(tmp_path):

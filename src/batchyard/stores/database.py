@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, NullPool, create_engine, event, text
-from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 
 from batchyard.errors import StorageFull, StoreError
 from batchyard.stores.schema import SCHEMA_VERSION, metadata
@@ -49,8 +49,18 @@ class Database:
             if self._connection is None:
                 self._connection = self._engine.connect()
             yield self._connection
-        except DatabaseError as error:
+        except SQLAlchemyError as error:
+            # What the connection is in the middle of is anybody's guess: the next call gets a new one.
+            self._drop()
             raise _as_store_error(error, self.path) from error
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(SQLAlchemyError):
+                connection.invalidate()
+            with suppress(SQLAlchemyError):
+                connection.close()
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -105,8 +115,8 @@ def _check_version(connection: Connection, path: Path) -> None:
     connection.exec_driver_sql(f"pragma user_version = {SCHEMA_VERSION}")
 
 
-def _as_store_error(error: DatabaseError, path: Path) -> StoreError:
-    cause = str(error.orig)
+def _as_store_error(error: SQLAlchemyError, path: Path) -> StoreError:
+    cause = str(error.orig) if isinstance(error, DatabaseError) else str(error)
     if "disk is full" in cause:
         return StorageFull(f"The disk that holds {path} is full.")
     if "not a database" in cause or "malformed" in cause:
