@@ -264,9 +264,8 @@ class Host:
     async def counts(self, batch: BatchRecord) -> BatchCounts:
         """What became of its requests so far."""
         journey = self._journeys.get(batch.id)
-        worker = None if journey is None else journey[0].worker
-        if worker is not None and Status(batch.status) not in TERMINAL:
-            progress = worker.progress
+        progress = None if journey is None else journey[0].progress
+        if progress is not None and Status(batch.status) not in TERMINAL:
             kinds = progress.failed_by_kind
             never_ran = kinds.get("batch_cancelled", 0) + kinds.get("batch_expired", 0)
             return BatchCounts(batch.total, progress.succeeded, progress.failed - never_ran, progress.usage)
@@ -279,7 +278,7 @@ class Host:
         if found is None:
             return None
         journey = found[0]
-        return journey.note or (None if journey.worker is None else journey.worker.note)
+        return journey.note if journey.worker is None else journey.worker.note
 
     # --- act ------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from batchyard.service.input_file import InputFile
 from batchyard.service.intake.registration import IntakeRules, Registration, register
 from batchyard.service.join import Joined, Order, SegmentsDamaged, join_committed
 from batchyard.service.lifecycle import TERMINAL, Action, Status, step
-from batchyard.service.worker import Stop, Worker, WorkPlan
+from batchyard.service.worker import Progress, Stop, Worker, WorkPlan
 from batchyard.stores.protocol import BatchRecord, ChunkRecord, FileRecord
 from batchyard.stores.segments import as_store_error, sync_folder
 from batchyard.types import Endpoint
@@ -55,6 +55,8 @@ class Journey:
         self.id = batch_id
         #: While its requests are dispatched.
         self.worker: Worker | None = None
+        #: What the last worker had counted, for as long as no other one counts on.
+        self.progress: Progress | None = None
         #: Why it does not move, in words; None while it does.
         self.note: str | None = None
         self._stopping = False
@@ -228,6 +230,7 @@ class Journey:
             if Status((await self._get()).status) is Status.CANCELLING:
                 worker.close(*CANCELLED)
             self.worker = worker
+            self.progress = worker.progress
             if self._stopping:
                 return Stop("interrupted", "The server is stopping.")
             return await worker.run()
