@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import resource
 import time
 from collections import Counter
 
@@ -289,3 +290,28 @@ def test_a_form_that_ends_early_leaves_nothing_behind(tmp_path):
             assert list(client.files.list()) == []
             assert upload(client, [line("a")]).id
         assert len(list((tmp_path / "state" / "files").iterdir())) == 1
+
+
+def test_without_room_on_the_disk_a_batch_waits_and_reads_are_answered(tmp_path):
+    with Server(tmp_path, "--engine", "echo:max_batch=1,latency=5ms", "--concurrency", "8") as server:
+        with server.client() as client:
+            wanted = [str(n) for n in range(1500)]
+            batch = start_batch(client, [line(one) for one in wanted])
+            while client.batches.retrieve(batch.id).request_counts.completed < 20:
+                pass
+            # No file may grow beyond this: what a full disk is to those who write.
+            _, hard = resource.prlimit(
+                server.process.pid, resource.RLIMIT_FSIZE, (16_384, resource.RLIM_INFINITY)
+            )
+            ends = time.monotonic() + 60
+            while (now := client.batches.retrieve(batch.id)).waiting_for is None:
+                assert now.status == "in_progress"
+                assert time.monotonic() < ends
+            assert now.request_counts.completed >= 20
+            with pytest.raises(openai.InternalServerError) as caught:
+                upload(client, [line(str(n), "word " * 100) for n in range(500)])
+            assert caught.value.status_code == 503
+            resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+            batch = until(client, batch.id)
+            assert batch.status == "completed"
+            each_once(client, batch, wanted)
