@@ -120,7 +120,10 @@ class Dispatcher(WaitingRoom):
                 if batch is not None:
                     await self._run(batch)
                     if self.in_queue():
-                        # Those just answered may have more for the next batch.
+                        # Two turns of the loop: those just answered may have more for the next batch, and so
+                        # may those whose timers or sockets came due in the same moment; they start a task in
+                        # the first turn and submit in the second.
+                        await asyncio.sleep(0)
                         await asyncio.sleep(0)
                         continue
                 if self._closing and not self.in_queue():
