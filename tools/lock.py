@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = {
-    "demo": ["--extra", "all", "requirements/build.in"],
+    "demo": ["--extra", "local", "--extra", "parquet", "requirements/build.in"],
     "dev": ["--extra", "all", "--group", "dev", "requirements/build.in"],
 }
 

@@ -33,7 +33,8 @@ cd "$work/tree"
 import sys, batchyard
 assert batchyard.__file__.startswith(sys.argv[1]), f"the tests would not see the wheel: {batchyard.__file__}"
 PY
-"$work/full/bin/python" -m pytest -q -p no:cacheprovider -m "not model and not slow and not source"
+# The object store that tests start is a program in .venv.
+PATH="$PATH:$root/.venv/bin" "$work/full/bin/python" -m pytest -q -p no:cacheprovider -m "not model and not slow and not source"
 
 "$root/.venv/bin/python" -m venv "$work/bare"
 "$work/bare/bin/python" -m pip install --quiet --no-deps --no-index "$wheel"

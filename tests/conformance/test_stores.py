@@ -1,19 +1,43 @@
 """What every store must do. Each implementation runs the same tests."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
 from sqlalchemy import text
 
 from batchyard.errors import BatchNotFound, StorageFull, StoreError
-from batchyard.stores.protocol import BatchRecord, ChunkProgress, ChunkRecord
+from batchyard.stores import database
+from batchyard.stores.protocol import (
+    BatchFilter,
+    BatchRecord,
+    ChunkProgress,
+    ChunkRecord,
+    Enqueued,
+    NoRoom,
+    Room,
+)
+from batchyard.stores.schema import metadata
 from batchyard.stores.sql import SqlStore
 from batchyard.types import Usage
 
-STORES = {"sqlite": lambda tmp_path: SqlStore(tmp_path / "state.db")}
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request, tmp_path):
+    """A new, empty database."""
+    if request.param == "postgres":
+        return request.getfixturevalue("postgres").new_database()
+    return tmp_path / "state.db"
 
 
-@pytest.fixture(params=sorted(STORES))
-def store(request, tmp_path):
-    opened = STORES[request.param](tmp_path)
+@pytest.fixture
+def store(place):
+    opened = SqlStore(place)
     yield opened
     opened.close()
 
@@ -139,8 +163,8 @@ def test_claims_use_the_partial_indexes(tmp_path):
     store.close()
 
 
-def test_two_processes_worth_of_stores_share_a_file(tmp_path):
-    one, two = SqlStore(tmp_path / "state.db"), SqlStore(tmp_path / "state.db")
+def test_two_processes_worth_of_stores_share_a_database(place):
+    one, two = SqlStore(place), SqlStore(place)
     batch_id = make_batch(one, chunks=40)
     claimed = []
     while more := one.claim(batch_id, "a", 3, now=0, lease_s=9) + two.claim(
@@ -155,8 +179,8 @@ def test_two_processes_worth_of_stores_share_a_file(tmp_path):
 def test_a_file_of_another_version_or_kind_is_refused_in_words(tmp_path):
     path = tmp_path / "state.db"
     store = SqlStore(path)
-    with store.database._connected() as connection:
-        connection.exec_driver_sql("pragma user_version = 99")
+    with store.database.writing() as connection:
+        connection.exec_driver_sql("update schema_revision set version_num = '9999'")
     store.close()
     with pytest.raises(StoreError, match="another version of Batchyard"):
         SqlStore(path)
@@ -201,3 +225,183 @@ def test_an_error_in_the_middle_of_a_transaction_spoils_no_later_one(tmp_path):
 def test_a_folder_that_cannot_be_written_is_told_so(tmp_path):
     with pytest.raises(StoreError, match="folder exists and is writable"):
         SqlStore(tmp_path / "missing" / "state.db")
+
+
+def test_a_second_batch_with_the_same_id_is_not_made(store):
+    make_batch(store)
+    assert not store.create(BatchRecord("batch_1", "validating", 9.0, "/other", {}))
+    assert store.get("batch_1").created_at == 1.0
+
+
+def test_every_change_from_outside_raises_the_revision(store):
+    batch_id = make_batch(store)
+    before = store.get(batch_id).revision
+    store.move(batch_id, "in_progress", "in_progress", priority=3)
+    store.withdraw(batch_id, [(0, 1), (0, 1), (2, 9)])
+    assert store.get(batch_id).revision == before + 2
+    assert store.withdrawn(batch_id) == {(0, 1), (2, 9)}
+    assert store.get(batch_id).priority == 3
+
+
+def test_one_process_at_a_time_holds_a_batch_and_a_lapsed_hold_passes_on(store):
+    batch_id = make_batch(store)
+    assert store.hold(batch_id, "a", now=0.0, lease_s=10)
+    assert store.hold(batch_id, "a", now=5.0, lease_s=10)
+    assert not store.hold(batch_id, "b", now=14.0, lease_s=10)
+    assert store.hold(batch_id, "b", now=16.0, lease_s=10)
+    store.let_go(batch_id, "a")
+    assert not store.hold(batch_id, "a", now=16.0, lease_s=10)
+    store.let_go(batch_id, "b")
+    assert store.hold(batch_id, "a", now=16.0, lease_s=10)
+
+
+def test_failures_and_what_never_ran_are_kept_by_chunk(store):
+    batch_id = make_batch(store, chunks=2)
+    one, two = store.claim(batch_id, "a", 2, now=0.0, lease_s=10)
+    few = {"HTTP 400": [1, "bad", "a"]}
+    many = {"HTTP 400": [1, "worse", "b"], "request_timeout": [5, "late", "c"]}
+    first = ChunkProgress(one.no, one.epoch, 8, 1, never_ran=1, failures=few)
+    store.renew(batch_id, "a", [first], now=1.0, lease_s=10)
+    store.commit(batch_id, [ChunkProgress(two.no, two.epoch, 4, 6, failures=many)], now=1.0)
+    assert store.failures(batch_id) == {0: few, 1: many}
+    counts = store.counts(batch_id)
+    assert (counts.succeeded, counts.failed, counts.never_ran) == (12, 7, 1)
+
+
+def test_a_batch_beyond_its_tenants_room_is_not_registered(store):
+    def register(name, tokens, **most):
+        store.create(BatchRecord(name, "validating", 1.0, "", {}, tenant="t", dialect="openai"))
+        room = Room("t", ["completed"], most.get("max_batches"), most.get("max_tokens"))
+        chunk = ChunkRecord(name, 0, 0, 1, 0, 0, 5)
+        return store.register(
+            name, "validating", "in_progress", [chunk], room=room, total=5, enqueued_tokens=tokens
+        )
+
+    assert register("b1", 60, max_tokens=100)
+    with pytest.raises(NoRoom):
+        register("b2", 50, max_tokens=100)
+    assert store.get("b2").status == "validating"
+    with pytest.raises(NoRoom):
+        register("b3", 1, max_batches=1)
+    assert register("b4", 40, max_tokens=100, max_batches=2)
+    store.move("b1", "in_progress", "completed")
+    assert register("b2", 50, max_tokens=100)
+
+
+def test_a_batch_is_reopened_only_from_the_expected_status(store):
+    batch_id = make_batch(store, chunks=1)
+    (chunk,) = store.claim(batch_id, "a", 1, now=0.0, lease_s=10)
+    store.commit(batch_id, [done(chunk)], now=1.0)
+    assert not store.reopen(batch_id, "finalizing", "in_progress", [0])
+    assert store.remaining(batch_id) == 0
+    assert store.reopen(batch_id, "in_progress", "in_progress", [0])
+    assert store.remaining(batch_id) == 1
+    assert store.counts(batch_id).succeeded == 0
+
+
+def test_where_joined_chunks_lie_is_remembered(store):
+    batch_id = make_batch(store, chunks=2)
+    first, second = store.chunks(batch_id)
+    store.place(batch_id, [replace(second, output_offset=70, error_offset=5, attempts={"3": 2})])
+    (found,) = store.chunks(batch_id, 1, 5)
+    assert (found.no, found.output_offset, found.error_offset, found.attempts) == (1, 70, 5, {"3": 2})
+    assert store.chunks(batch_id, 0, 1) == [first]
+
+
+def test_pages_go_both_ways_and_are_filtered(store):
+    for n in range(6):
+        settings = {"metadata": {"team": "a" if n % 2 else "b", "odd.key": "x"}}
+        store.create(
+            BatchRecord(f"batch_{n}", "validating", float(n // 2), "", settings, tenant="t", dialect="openai")
+        )
+    store.create(
+        BatchRecord("other", "validating", 9.0, "", {"metadata": None}, tenant="u", dialect="openai")
+    )
+    every = [one.id for one in store.page("t", "openai", 100)]
+    assert every == ["batch_4", "batch_5", "batch_2", "batch_3", "batch_0", "batch_1"]
+    middle = store.get("batch_2")
+    assert [one.id for one in store.page("t", "openai", 2, after=middle)] == ["batch_3", "batch_0"]
+    assert [one.id for one in store.page("t", "openai", 1, before=middle)] == ["batch_5"]
+    assert [one.id for one in store.page("t", "openai", 9, before=middle)] == ["batch_4", "batch_5"]
+    of_team = BatchFilter(metadata={"team": "a", "odd.key": "x"}, created_after=1.0)
+    assert [one.id for one in store.page("t", "openai", 9, wanted=of_team)] == ["batch_5", "batch_3"]
+    assert store.page("t", "openai", 9, wanted=BatchFilter(created_before=0.0)) == []
+    assert store.page("t", "openai", 9, wanted=BatchFilter(metadata={"team": "c"})) == []
+
+
+def test_what_a_tenant_has_enqueued_is_what_has_not_ended(store):
+    for n, status in enumerate(["in_progress", "paused", "completed", "in_progress"]):
+        tenant, model = ("u" if n == 3 else "t"), ("large" if n else "small")
+        store.create(
+            BatchRecord(f"b{n}", status, 1.0, "", {}, total=10, tenant=tenant, dialect="openai", model=model)
+        )
+        store.move(f"b{n}", status, status, enqueued_tokens=100)
+    assert store.enqueued("t", ["completed"]) == Enqueued(2, 20, 200)
+    assert store.enqueued("t", ["completed"], "large") == Enqueued(1, 10, 100)
+    assert store.enqueued("nobody", []) == Enqueued(0, 0, 0)
+    assert sorted(one[0] for one in store.moving(["completed", "paused"])) == ["b0", "b3"]
+
+
+def test_a_database_of_the_last_release_is_migrated_and_keeps_what_it_holds(place):
+    is_url = isinstance(place, str)
+    _, engine = database._open_postgresql(place) if is_url else database._open_sqlite(place)
+    with engine.connect() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(Path(database.__file__).parent / "migrations"))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0002")
+        if connection.dialect.name == "sqlite":
+            connection.exec_driver_sql("drop table schema_revision")
+            connection.exec_driver_sql("pragma user_version = 2")
+        connection.execute(
+            sa.text(
+                "insert into batches (id, tenant, dialect, status, created_at, input_path, input_bytes, "
+                "input_mtime_ns, input_sha256, total, settings, errors, never_ran) values "
+                "('b', 't', 'openai', 'cancelled', 1, '', 0, 0, '', 10, '{}', '[]', 4)"
+            )
+        )
+        connection.execute(
+            sa.text(
+                'insert into chunks (batch_id, no, state, "offset", length, first_index, first_line, count, '
+                "epoch, succeeded, failed, input_tokens, output_tokens, cached_tokens, segment_bytes) values "
+                "('b', 0, 2, 0, 9, 0, 1, 10, 1, 5, 5, 0, 0, 0, 0)"
+            )
+        )
+        connection.commit()
+    for _ in range(2):
+        store = SqlStore(place)
+        counts = store.counts("b")
+        assert (counts.succeeded, counts.failed, counts.never_ran) == (5, 1, 4)
+        assert store.get("b").amendments == []
+        store.close()
+    with engine.connect() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"version_table": "schema_revision", "compare_type": True}
+        )
+        assert compare_metadata(context, metadata) == []
+    engine.dispose()
+
+
+def test_postgres_gone_is_told_and_its_return_is_noticed(postgres):
+    store = SqlStore(postgres.new_database())
+    batch_id = make_batch(store)
+    postgres.stop()
+    try:
+        for _ in range(2):
+            with pytest.raises(StoreError, match="failed"):
+                store.get(batch_id)
+    finally:
+        postgres.start()
+    assert store.get(batch_id).status == "in_progress"
+    store.close()
+
+
+def test_an_address_that_is_none_is_refused_in_words():
+    for address, words in {
+        "mysql://localhost/x": "'mysql' is no database",
+        "postgresql": "not understood",
+        "postgresql://u:secret@127.0.0.1:1/x": "127.0.0.1",
+    }.items():
+        with pytest.raises(StoreError, match=words) as refused:
+            SqlStore(address)
+        assert "secret" not in str(refused.value)

@@ -15,3 +15,14 @@ def run_batchyard(tmp_path):
         return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60)
 
     return run
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request, tmp_path):
+    """Where a server of the test keeps everything: what its settings file says, and options of `keys`."""
+    if request.param == "sqlite":
+        return ["--state", "state"]
+    url = request.getfixturevalue("postgres").new_database()
+    # Others take over soon after a kill.
+    (tmp_path / "batchyard.toml").write_text(f'database = "{url}"\nlease_s = 1.0\n')
+    return ["--database", url]

@@ -13,9 +13,12 @@ from served import Server
 WORDS = [{"role": "user", "content": "one two three"}]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with Server(tmp_path_factory.mktemp("server"), "--engine", "echo") as server:
+@pytest.fixture(scope="module", params=["sqlite", "postgres"])
+def server(request, tmp_path_factory):
+    store = []
+    if request.param == "postgres":
+        store = ["--database", request.getfixturevalue("postgres").new_database()]
+    with Server(tmp_path_factory.mktemp("server"), "--engine", "echo", *store) as server:
         yield server
 
 

@@ -32,7 +32,7 @@ def each_once(client, batch, wanted):
     return done, failed, never_ran
 
 
-def test_a_cancel_keeps_what_is_finished_and_gives_the_rest_its_line(tmp_path):
+def test_a_cancel_keeps_what_is_finished_and_gives_the_rest_its_line(tmp_path, place):
     log = tmp_path / "calls"
     engine = f"echo:max_batch=1,latency=30ms,log={log}"
     with Server(tmp_path, "--engine", engine, "--concurrency", "4") as server:
@@ -62,7 +62,7 @@ def test_a_cancel_keeps_what_is_finished_and_gives_the_rest_its_line(tmp_path):
             assert time.monotonic() - begun < 0.5
 
 
-def test_a_paused_batch_dispatches_nothing_until_it_is_resumed(tmp_path):
+def test_a_paused_batch_dispatches_nothing_until_it_is_resumed(tmp_path, place):
     log = tmp_path / "calls"
     engine = f"echo:max_batch=1,latency=10ms,log={log}"
     with Server(tmp_path, "--engine", engine, "--concurrency", "4") as server:
@@ -99,9 +99,7 @@ async def test_at_the_end_of_its_window_a_batch_expires_with_what_it_has(tmp_pat
         file = await host.kept(
             lambda: host.files.keep(incoming, "t", purpose="batch", filename="a.jsonl", expires_s=None)
         )
-        made = await host.create(
-            "t", NewBatch(host.files.path(file.id), file.id, "/v1/chat/completions", "1s", 1.0)
-        )
+        made = await host.create("t", NewBatch(file.id, file.id, "/v1/chat/completions", "1s", 1.0))
         async with asyncio.timeout(30):
             await ended.wait()
         batch = await host.get("t", made.id)
@@ -117,7 +115,7 @@ async def test_at_the_end_of_its_window_a_batch_expires_with_what_it_has(tmp_pat
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_moments_each_request_is_answered_once(tmp_path):
+def test_killed_at_twenty_moments_each_request_is_answered_once(tmp_path, place):
     log = tmp_path / "calls"
     server = Server(tmp_path, "--engine", f"echo:max_batch=1,latency=15ms,log={log}", "--concurrency", "16")
     chance = random.Random(7)
@@ -150,7 +148,7 @@ def test_killed_at_twenty_moments_each_request_is_answered_once(tmp_path):
     assert left == []
 
 
-def test_cancelled_while_the_server_was_down_stays_cancelled(tmp_path):
+def test_cancelled_while_the_server_was_down_stays_cancelled(tmp_path, place):
     server = Server(tmp_path, "--engine", "echo:max_batch=1,latency=50ms", "--concurrency", "2")
     with server:
         with server.client() as client:
@@ -166,7 +164,7 @@ def test_cancelled_while_the_server_was_down_stays_cancelled(tmp_path):
             each_once(client, batch, wanted)
 
 
-def test_a_stop_keeps_what_is_finished_and_the_next_start_goes_on(tmp_path):
+def test_a_stop_keeps_what_is_finished_and_the_next_start_goes_on(tmp_path, place):
     server = Server(tmp_path, "--engine", "echo:max_batch=1,latency=20ms", "--concurrency", "4")
     with server:
         with server.client() as client:
@@ -192,9 +190,9 @@ def holds(client):
     return True
 
 
-def test_keys_part_tenants_and_a_revoked_key_is_refused(tmp_path, run_batchyard):
+def test_keys_part_tenants_and_a_revoked_key_is_refused(tmp_path, place, run_batchyard):
     def key_for(tenant):
-        made = run_batchyard("keys", "create", "mine", "--tenant", tenant, "--state", "state", "--json")
+        made = run_batchyard("keys", "create", "mine", "--tenant", tenant, *place, "--json")
         return json.loads(made.stdout)
 
     one, other = key_for("one"), key_for("other")
@@ -225,7 +223,7 @@ def test_keys_part_tenants_and_a_revoked_key_is_refused(tmp_path, run_batchyard)
             assert (
                 httpx.get(f"{server.base_url}/models", headers={"x-api-key": one["key"]}).status_code == 200
             )
-            run_batchyard("keys", "revoke", one["id"], "--state", "state")
+            run_batchyard("keys", "revoke", one["id"], *place)
             revoked = time.monotonic()
             while holds(client):
                 assert time.monotonic() - revoked < 1.0

@@ -9,9 +9,12 @@ import pytest
 from served import Server, ids, jsonl, line, results, start_batch, until, upload
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with Server(tmp_path_factory.mktemp("server"), "--engine", "echo:latency=2ms") as server:
+@pytest.fixture(scope="module", params=["sqlite", "postgres"])
+def server(request, tmp_path_factory):
+    store = []
+    if request.param == "postgres":
+        store = ["--database", request.getfixturevalue("postgres").new_database()]
+    with Server(tmp_path_factory.mktemp("server"), "--engine", "echo:latency=2ms", *store) as server:
         yield server
 
 
@@ -273,13 +276,13 @@ def test_wrong_paths_methods_and_forms_get_the_envelope(server):
         (httpx.post(f"{url}/files", files={"purpose": (None, "batch")}), 400),
         (httpx.post(f"{url}/files", files=[("file", ("../../etc/x.jsonl", b"{}\n"))]), 400),
         (httpx.get(f"{url}/files/..%2f..%2fstate.db/content"), 404),
-        (httpx.get(f"{url}/files/%00"), 404),
+        (httpx.get(f"{url}/files/%00"), 400),
         (httpx.get(f"{url}/files?limit=0"), 400),
         (httpx.get(f"{url}/files?limit=ten"), 400),
         (httpx.get(f"{url}/batches?status=odd"), 400),
         (httpx.get(f"{url}/models", headers={"x-long": "y" * 70_000}), 431),
         (httpx.post(f"{url}/batches", json=dict.fromkeys(["input_file_id", "endpoint"], "x" * 600)), 400),
-        (httpx.post(f"{url}/batches", content=b"{}" + b" " * (2 << 20)), 413),
+        (httpx.post(f"{url}/batches", content=b"{}" + b" " * (65 << 20)), 413),
     ]
     for answer, status in found:
         assert answer.status_code == status, answer.request.url

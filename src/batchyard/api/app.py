@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,22 +19,28 @@ from batchyard.api.access import Access
 from batchyard.api.anthropic.batches import MessageBatchesApi
 from batchyard.api.anthropic.messages import MessagesApi
 from batchyard.api.errors import HANDLERS, ApiError, error_response, json_response
+from batchyard.api.openai.batch_requests import BatchRequestsApi
 from batchyard.api.openai.batches import BatchesApi
 from batchyard.api.openai.files import FilesApi
 from batchyard.api.openai.live import LiveApi
 from batchyard.api.openai.models import ModelsApi
+from batchyard.api.openai.planning import PlanningApi
+from batchyard.api.openai.uploads import UploadsApi
+from batchyard.api.openai.webhooks import WebhooksApi
+from batchyard.api.operations import describe
 from batchyard.service.hosting.host import Host
 
 #: Names and values of all headers of a request together, in bytes.
 _MAX_HEADERS = 65_536
 
 
-def make_app(host: Host, *, open_access: bool = False) -> Starlette:
+def make_app(host: Host, *, open_access: bool = False, public_url: str | None = None) -> Starlette:
     """The application over *host*, which it opens at its start and closes at its end.
 
     Args:
         host: the Batches, files, keys and models.
         open_access: ask for no key while none has been made; everything belongs to one tenant then.
+        public_url: what clients reach the server by, where it stands behind a proxy.
     """
     access = Access(host, open_access=open_access)
     ready = False
@@ -43,6 +50,9 @@ def make_app(host: Host, *, open_access: bool = False) -> Starlette:
 
     async def readyz(_: Request) -> Response:
         return json_response({"status": "ready" if ready else "starting"}, 200 if ready else 503)
+
+    async def openapi(_: Request) -> Response:
+        return Response(document, media_type="application/json")
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -55,15 +65,24 @@ def make_app(host: Host, *, open_access: bool = False) -> Starlette:
             ready = False
             await host.close()
 
+    operations = [
+        *FilesApi(host).operations(),
+        *UploadsApi(host).operations(),
+        *BatchesApi(host).operations(),
+        *BatchRequestsApi(host, access).operations(),
+        *PlanningApi(host).operations(),
+        *WebhooksApi(host).operations(),
+        *ModelsApi(host).operations(),
+        *LiveApi(host).operations(),
+        *MessagesApi(host).operations(),
+        *MessageBatchesApi(host, public_url).operations(),
+    ]
+    document = msgspec.json.encode(describe(operations))
     routes: list[BaseRoute] = [
         Route("/healthz", healthz),
         Route("/readyz", readyz),
-        *FilesApi(host, access).routes(),
-        *BatchesApi(host, access).routes(),
-        *ModelsApi(host, access).routes(),
-        *LiveApi(host, access).routes(),
-        *MessagesApi(host, access).routes(),
-        *MessageBatchesApi(host, access).routes(),
+        Route("/openapi.json", openapi),
+        *(one.route(access) for one in operations),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
     app.router.redirect_slashes = False
@@ -87,6 +106,10 @@ class _RequestIds:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > _MAX_HEADERS:
             message = f"The headers of your request are larger than {_MAX_HEADERS:,} bytes."
             app = error_response(ApiError(431, message, code="headers_too_large"))
+        elif b"%00" in scope["raw_path"] or b"%00" in scope["query_string"]:
+            # No name holds a NUL, and not every database can look for one.
+            message = "The URL of your request holds a NUL character. Leave it out."
+            app = error_response(ApiError(400, message, code="invalid_value"))
         begun = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:

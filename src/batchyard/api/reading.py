@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
-import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
@@ -40,89 +38,6 @@ async def read_body(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """*body* as a JSON object.
-
-    Raises:
-        ApiError: it is none.
-    """
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        message = f"We could not parse the JSON body of your request: {error}."
-        raise ApiError(400, message) from error
-    if not isinstance(value, dict):
-        raise ApiError(400, "The body of your request must be a JSON object.")
-    return value
-
-
-def missing(name: str) -> ApiError:
-    """The error of a parameter that is not there."""
-    return ApiError(
-        400, f"Missing required parameter: '{name}'.", code="missing_required_parameter", param=name
-    )
-
-
-def wrong_type(name: str, expected: str, found: Any) -> ApiError:
-    """The error of a parameter of another type than *expected* (such as `a string`)."""
-    message = f"Invalid type for '{name}': expected {expected}, but got {kind_of(found)} instead."
-    return ApiError(400, message, code="invalid_type", param=name)
-
-
-def kind_of(value: Any) -> str:
-    """What a JSON value is, in words."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, str):
-        return "a string"
-    if isinstance(value, int):
-        return "an integer"
-    if isinstance(value, float):
-        return "a number"
-    return "an array" if isinstance(value, list) else "an object"
-
-
-def required_string(body: dict[str, Any], name: str) -> str:
-    """A string that must be there.
-
-    Raises:
-        ApiError: it is not.
-    """
-    if name not in body or body[name] is None:
-        raise missing(name)
-    value = body[name]
-    if not isinstance(value, str):
-        raise wrong_type(name, "a string", value)
-    return value
-
-
-def seconds(value: Any, name: str, least: int, most: int) -> int:
-    """An `expires_after` object as seconds from creation.
-
-    Raises:
-        ApiError: it is not one, or its time is out of range.
-    """
-    if not isinstance(value, dict):
-        raise wrong_type(name, "an object", value)
-    anchor = value.get("anchor")
-    if anchor is None:
-        raise missing(f"{name}.anchor")
-    if anchor != "created_at":
-        message = f"Invalid value: {anchor!r}. Supported values are: 'created_at'."
-        raise ApiError(400, message, code="invalid_value", param=f"{name}.anchor")
-    found = value.get("seconds")
-    if found is None:
-        raise missing(f"{name}.seconds")
-    if isinstance(found, bool) or not isinstance(found, int):
-        raise wrong_type(f"{name}.seconds", "an integer", found)
-    if not least <= found <= most:
-        message = f"Invalid '{name}.seconds': {found} is not between {least} and {most}."
-        raise ApiError(400, message, code="invalid_value", param=f"{name}.seconds")
-    return found
-
-
 def page_limit(request: Request, default: int, most: int) -> int:
     """The query parameter `limit`.
 
@@ -135,6 +50,36 @@ def page_limit(request: Request, default: int, most: int) -> int:
     if not raw.isascii() or not raw.isdigit() or len(raw) > 9 or not 1 <= int(raw) <= most:
         raise ApiError(400, f"limit must be between 1 and {most}.", param="limit")
     return int(raw)
+
+
+def query_number(request: Request, name: str) -> int | None:
+    """The query parameter *name* as a number that is not negative; None where it is not given.
+
+    Raises:
+        ApiError: it is none.
+    """
+    raw = request.query_params.get(name)
+    if raw is None or raw == "":
+        return None
+    if not raw.isascii() or not raw.isdigit() or len(raw) > 13:
+        message = f"Invalid value: {raw[:64]!r}. {name} is a whole number that is not negative."
+        raise ApiError(400, message, code="invalid_value", param=name)
+    return int(raw)
+
+
+def query_flag(request: Request, name: str) -> bool:
+    """The query parameter *name* as yes or no; no where it is not given.
+
+    Raises:
+        ApiError: it is neither.
+    """
+    raw = request.query_params.get(name, "")
+    if raw.lower() in {"", "false", "0"}:
+        return False
+    if raw.lower() in {"true", "1"}:
+        return True
+    message = f"Invalid value: {raw[:64]!r}. Supported values are: 'true', 'false'."
+    raise ApiError(400, message, code="invalid_value", param=name)
 
 
 class Form:

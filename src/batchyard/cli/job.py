@@ -34,7 +34,8 @@ from batchyard.errors import (
 from batchyard.events import EventBus
 from batchyard.service.batches import BatchService, ended
 from batchyard.service.join import Joined
-from batchyard.service.worker import Stop, Worker, WorkPlan
+from batchyard.service.work_plan import Stop, WorkPlan
+from batchyard.service.worker import Worker
 from batchyard.stores.protocol import BatchRecord
 
 #: Files that a run needs open besides one connection for each dispatch in flight.
@@ -178,13 +179,13 @@ class Job:
     async def _draw(self, worker: Worker, batch: BatchRecord, deadline_at: float | None) -> None:
         started_at = time.monotonic()
         wall_started = time.time()
-        first = worker.progress.succeeded + worker.progress.failed
+        first = worker.progress.finished
 
         def snapshot() -> Snapshot:
             progress = worker.progress
             return Snapshot(
                 total=batch.total,
-                done=progress.succeeded + progress.failed,
+                done=progress.finished,
                 failed_by_kind=dict(progress.failed_by_kind),
                 running=progress.running,
                 waiting_retry=worker.waiting_retry,

@@ -20,7 +20,7 @@ from batchyard.errors import BatchyardError, InvalidInput
 from batchyard.events import Event, EventBus
 from batchyard.service.join import Joined
 from batchyard.service.lifecycle import Status
-from batchyard.service.worker import Stop
+from batchyard.service.work_plan import Stop
 from batchyard.stores.protocol import BatchRecord, Counts
 
 #: How many errors of an input are shown; the rest is counted.

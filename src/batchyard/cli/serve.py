@@ -6,8 +6,8 @@ import asyncio
 import ipaddress
 import signal
 import time
-import tomllib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,45 +19,25 @@ from rich.console import Console
 
 from batchyard.api.app import make_app
 from batchyard.cli.engines import EngineChoice, build_engine, choose_engine, concurrency_of
-from batchyard.cli.keys import DEFAULT_STATE
 from batchyard.cli.report import ExitCode, Report
+from batchyard.cli.settings import ModelSettings, Settings, read_settings
 from batchyard.errors import EngineError, StoreError, UsageError
 from batchyard.events import EventBus
 from batchyard.service.hosting.host import Host
+from batchyard.service.hosting.shelf import Place
 from batchyard.service.hosting.slots import Served
+from batchyard.stores.object_blobs import open_blobs
 from batchyard.types import Endpoint
 
-DEFAULT_CONFIG = Path("batchyard.toml")
 _DRAIN_S = 30
 
 
-class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """One `[[model]]` of `batchyard.toml`."""
-
-    #: What clients call it.
-    name: str
-    engine: str | None = None
-    model: str | None = None
-    base_url: str | None = None
-    api_key_env: str = "OPENAI_API_KEY"
-    concurrency: int | None = None
-    timeout_s: float = 600.0
-
-
-class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`batchyard.toml`."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    state: str = str(DEFAULT_STATE)
-    model: list[ModelSettings] = []
-
-
 @dataclass(frozen=True, slots=True)
-class _Place:
-    host: str
-    port: int
-    state: Path
+class _Asked:
+    """What is to be served, where."""
+
+    settings: Settings
+    models: list[ModelSettings]
     without_keys: bool
 
 
@@ -83,6 +63,20 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call that model.")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Dispatches in flight.")] = None,
+    database: Annotated[
+        str | None,
+        typer.Option(
+            envvar="BATCHYARD_DATABASE",
+            help="The URL of a PostgreSQL database, to share the work with other servers on it.",
+        ),
+    ] = None,
+    blobs: Annotated[
+        str | None,
+        typer.Option(
+            envvar="BATCHYARD_BLOBS",
+            help="Keep files and results there instead of in --state, such as s3://bucket/prefix.",
+        ),
+    ] = None,
     without_keys: Annotated[
         bool, typer.Option("--without-keys", help="Let everybody in on an address that others can reach.")
     ] = False,
@@ -93,7 +87,7 @@ def serve(
     """
     report = Report(json_events=False, to_stderr=True)
     try:
-        settings = _settings(config)
+        settings = read_settings(config)
         single = ModelSettings(
             name or model or (engine or "").partition(":")[0] or "",
             engine,
@@ -102,39 +96,21 @@ def serve(
             concurrency=concurrency,
         )
         chosen = [single] if engine or model or base_url else settings.model or _default_models()
-        place = _Place(
-            host or settings.host,
-            settings.port if port is None else port,
-            state or Path(settings.state),
-            without_keys,
-        )
-        code = _serve(place, chosen, report)
+        given = {
+            "host": host,
+            "port": port,
+            "state": None if state is None else str(state),
+            "database": database,
+            "blobs": blobs,
+        }
+        changed = {key: value for key, value in given.items() if value is not None}
+        settings = msgspec.structs.replace(settings, **changed)
+        code = _serve(_Asked(settings, chosen, without_keys), report)
     except (UsageError, EngineError, StoreError) as error:
         code = report.error(error, ExitCode.USAGE)
     except KeyboardInterrupt:
         code = 0
     raise typer.Exit(code)
-
-
-def _settings(path: Path | None) -> Settings:
-    if path is None:
-        if not DEFAULT_CONFIG.exists():
-            return Settings()
-        path = DEFAULT_CONFIG
-    try:
-        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        settings = msgspec.convert(found, Settings)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no TOML: {error}.") from error
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{path} is not understood: {error}.") from error
-    names = [one.name for one in settings.model]
-    for one in names:
-        if names.count(one) > 1:
-            raise UsageError(f"{path} names two models {one!r}. Clients tell models apart by name.")
-    return settings
 
 
 def _default_models() -> list[ModelSettings]:
@@ -153,23 +129,36 @@ def _served(one: ModelSettings, events: EventBus) -> Served:
     return Served(one.name, engine, concurrency_of(choice, engine), time.time())
 
 
-def _serve(place: _Place, chosen: list[ModelSettings], report: Report) -> int:
+def _serve(asked: _Asked, report: Report) -> int:
+    settings = asked.settings
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     events = EventBus()
     report.listen(events)
-    host = Host(place.state, [_served(one, events) for one in chosen], events=events)
+    place = Place(
+        Path(settings.state),
+        settings.database,
+        None if settings.blobs is None else partial(open_blobs, settings.blobs),
+        settings.lease_s,
+    )
+    host = Host(
+        place,
+        [_served(one, events) for one in asked.models],
+        events=events,
+        private_webhooks=settings.private_webhooks,
+    )
     keys = [one for one in host.keys.all() if one.revoked_at is None]
-    if not _is_loopback(place.host) and not keys and not place.without_keys:
+    if not _is_loopback(settings.host) and not keys and not asked.without_keys:
+        where = f"--database {settings.database}" if settings.database else f"--state {settings.state}"
         raise UsageError(
-            f"Others can reach {place.host}, and no key has been made. Make one with "
-            f"`batchyard keys create NAME --state {place.state}`, or say --without-keys."
+            f"Others can reach {settings.host}, and no key has been made. Make one with "
+            f"`batchyard keys create NAME {where}`, or say --without-keys."
         )
-    app = make_app(host, open_access=not keys)
+    app = make_app(host, open_access=not keys, public_url=settings.public_url)
     server = _Server(
         uvicorn.Config(
             app,
-            host=place.host,
-            port=place.port,
+            host=settings.host,
+            port=settings.port,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -179,11 +168,11 @@ def _serve(place: _Place, chosen: list[ModelSettings], report: Report) -> int:
 
     def told() -> None:
         port = server.servers[0].sockets[0].getsockname()[1]
-        shown = f"[{place.host}]" if ":" in place.host else place.host
+        shown = f"[{settings.host}]" if ":" in settings.host else settings.host
         for one in host.models.values():
             paths = ", ".join(sorted(path.removeprefix("/v1/") for path in one.engine.capabilities.endpoints))
             console.print(f"  {one.name}  {one.engine.name}, {one.concurrency} at once: {paths}, batches")
-        console.print(f"State   {place.state}")
+        console.print(f"State   {host.where}")
         console.print(f"Keys    {len(keys)} made" if keys else "Keys    none made, so none is asked for")
         console.print(
             f"Listening on http://{shown}:{port}/v1   (Ctrl-C stops; batches go on at the next start)"

@@ -53,9 +53,9 @@ class Canary:
         """Note that *count* requests have started."""
         self.started += count
 
-    def put_back(self) -> None:
-        """Note that a started request has no result and waits again."""
-        self.started -= 1
+    def put_back(self, count: int = 1) -> None:
+        """Note that *count* started requests have no result, or will not run."""
+        self.started -= count
 
     def finish(self, *, succeeded: bool) -> None:
         """Note that a request has its result."""

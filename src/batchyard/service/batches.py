@@ -18,7 +18,8 @@ from batchyard.service.intake.registration import IntakeRules, register
 from batchyard.service.join import Joined, Order, SegmentsDamaged, join_committed, join_partial
 from batchyard.service.lifecycle import TERMINAL, Action, Status, step
 from batchyard.service.state_folder import StateFolder
-from batchyard.service.worker import Stop, Worker, WorkPlan
+from batchyard.service.work_plan import Stop, WorkPlan
+from batchyard.service.worker import Worker
 from batchyard.stores.protocol import BatchRecord, ChunkRecord, Counts
 from batchyard.stores.sql import SqlStore
 
@@ -140,7 +141,7 @@ class BatchService:
         """What a resumed run keeps: committed chunks and what can be salvaged of the others."""
         done = {chunk.no for chunk in self._store.done_chunks(batch_id)}
         counts = self._store.done_counts(batch_id)
-        succeeded, failed, usage = counts.succeeded, counts.failed, counts.usage
+        succeeded, failed, usage = counts.succeeded, counts.failed + counts.never_ran, counts.usage
         segments = self.folder.segments(batch_id)
         for no in segments.numbers() - done:
             for record in segments.salvage(no):
@@ -229,15 +230,19 @@ class BatchService:
             StorageFull: there is no room for the files; nothing is lost.
         """
         # Said before they are written: after a crash in between they are known to be ours.
-        names = {"output_path": str(output.resolve()), "error_path": str(errors.resolve())}
+        names: dict[str, Any] = {
+            "output_path": str(output.resolve()),
+            "error_path": str(errors.resolve()),
+        }
         self._store.move(batch_id, Status.FINALIZING, Status.FINALIZING, **names)
         segments = self.folder.segments(batch_id)
         chunks = self._store.done_chunks(batch_id)
         try:
             joined = join_committed(chunks, segments, output, errors, order, mark=batch_id)
         except SegmentsDamaged as damage:
-            self._store.reopen(batch_id, damage.numbers)
-            self._move(batch_id, Action.REOPEN, output_path=None, error_path=None)
+            target = step(Status.FINALIZING, Action.REOPEN)
+            self._store.reopen(batch_id, Status.FINALIZING, target, damage.numbers)
+            self._tell(batch_id)
             return None
         if joined.errors is None and self.wrote(errors) and self._is_of_an_earlier_batch(batch_id, errors):
             errors.unlink(missing_ok=True)

@@ -16,12 +16,15 @@ class InputFile:
     Same size and modification time are taken as proof that it is unchanged; otherwise its content is
     hashed again. Each read is checked after it was made, so that no altered request is ever dispatched.
 
+    Args:
+        path: where it lies now, if not at the Batch's own `input_path`.
+
     Raises:
         InputChanged: it is gone, or its content is no longer what was registered.
     """
 
-    def __init__(self, batch: BatchRecord) -> None:
-        self.path = Path(batch.input_path)
+    def __init__(self, batch: BatchRecord, path: Path | None = None) -> None:
+        self.path = path or Path(batch.input_path)
         self._sha256 = batch.input_sha256
         self._known = (batch.input_bytes, batch.input_mtime_ns)
         try:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from batchyard.service.lines import never_ran
+from batchyard.stores.disk import as_store_error, sync_folder
 from batchyard.stores.protocol import ChunkRecord
-from batchyard.stores.segments import SegmentFolder, SegmentRecord, as_store_error, sync_folder
+from batchyard.stores.segments import SegmentFolder, SegmentRecord
+
+#: Marks the line of a request that its Batch's window closed on. No custom_id can hold these bytes: its
+#: quotes are escaped.
+_EXPIRED = b'"response":null,"error":{"code": "batch_expired"'
 
 
 class Order(StrEnum):
@@ -33,8 +37,12 @@ class Joined:
     errors: Path | None
     output_lines: int
     error_lines: int
-    #: Error lines of requests that never ran, as the Batch was cancelled or expired before.
-    never_ran: int = 0
+    output_bytes: int = 0
+    error_bytes: int = 0
+    #: Whether any request did not run because the window had closed.
+    expired: bool = False
+    #: The chunks in the order of the files, with where their lines begin in each.
+    chunks: tuple[ChunkRecord, ...] = ()
 
 
 class SegmentsDamaged(Exception):  # noqa: N818 - names what was found
@@ -68,8 +76,9 @@ def join_committed(
         StorageFull: there is no room; nothing is renamed and the segments stay.
         StoreError: a target cannot be written.
     """
-    in_order = sorted(chunks, key=lambda chunk: chunk.no) if order is Order.INPUT else chunks
+    in_order = sorted(chunks, key=lambda chunk: chunk.no) if order is Order.INPUT else list(chunks)
     damaged: list[int] = []
+    attempts: list[dict[str, int] | None] = []
 
     def records(chunk: ChunkRecord) -> list[SegmentRecord]:
         found = folder.read(chunk.no, chunk.epoch, chunk.segment_bytes)
@@ -77,13 +86,20 @@ def join_committed(
             damaged.append(chunk.no)
         if order is Order.INPUT:
             found.sort(key=lambda record: record.index)
+        repeated = {str(record.index): record.attempts for record in found if record.attempts > 1}
+        attempts.append(repeated or None)
         return found
 
     def check() -> None:
         if damaged:
             raise SegmentsDamaged(damaged)
 
-    return _write(map(records, in_order), output, errors, mark, check)
+    joined, places = _write(map(records, in_order), output, errors, mark, check)
+    placed = (
+        replace(chunk, output_offset=place[True], error_offset=place[False], attempts=tried)
+        for chunk, place, tried in zip(in_order, places, attempts, strict=True)
+    )
+    return replace(joined, chunks=tuple(placed))
 
 
 def join_partial(chunk_numbers: Iterable[int], folder: SegmentFolder, output: Path, errors: Path) -> Joined:
@@ -92,30 +108,34 @@ def join_partial(chunk_numbers: Iterable[int], folder: SegmentFolder, output: Pa
     def records(no: int) -> list[SegmentRecord]:
         return sorted(folder.salvage(no), key=lambda record: record.index)
 
-    return _write(map(records, sorted(chunk_numbers)), output, errors, "partial", lambda: None)
+    return _write(map(records, sorted(chunk_numbers)), output, errors, "partial", lambda: None)[0]
 
 
 def _write(
     groups: Iterable[list[SegmentRecord]], output: Path, errors: Path, mark: str, check: Callable[[], None]
-) -> Joined:
+) -> tuple[Joined, list[dict[bool, int]]]:
     targets = {True: output, False: errors}
     parts = {kind: path.with_name(f".{path.name}.{mark}.part") for kind, path in targets.items()}
     lines = {True: 0, False: 0}
-    not_run = 0
+    places: list[dict[bool, int]] = []
+    sizes = {True: 0, False: 0}
+    expired = False
     try:
         with ExitStack() as stack:
             files = {kind: stack.enter_context(part.open("wb")) for kind, part in parts.items()}
             for group in groups:
+                places.append({kind: file.tell() for kind, file in files.items()})
                 for kind, file in files.items():
                     chosen = [record.line for record in group if record.succeeded is kind]
                     if chosen:
                         file.write(b"\n".join(chosen) + b"\n")
                         lines[kind] += len(chosen)
-                    if not kind:
-                        not_run += sum(map(never_ran, chosen))
+                    if not kind and not expired:
+                        expired = any(_EXPIRED in line for line in chosen)
             check()
-            for file in files.values():
+            for kind, file in files.items():
                 file.flush()
+                sizes[kind] = file.tell()
                 os.fsync(file.fileno())
         for kind, part in parts.items():
             if lines[kind]:
@@ -128,10 +148,13 @@ def _write(
         for part in parts.values():
             with suppress(OSError):
                 part.unlink()
-    return Joined(
+    joined = Joined(
         output if lines[True] else None,
         errors if lines[False] else None,
         lines[True],
         lines[False],
-        not_run,
+        sizes[True],
+        sizes[False],
+        expired,
     )
+    return joined, places

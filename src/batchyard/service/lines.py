@@ -8,8 +8,11 @@ again.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from json import dumps
 from json.encoder import encode_basestring_ascii
+
+import msgspec
 
 from batchyard.types import Answer, Fault, FaultKind, Request
 
@@ -80,16 +83,79 @@ class LineWriter:
         )
 
 
-_NEVER_RAN = (
-    b'"response":null,"error":{"code": "batch_cancelled"',
-    b'"response":null,"error":{"code": "batch_expired"',
-)
+#: Codes of lines whose requests were not run: their Batch, or they alone, were stopped before.
+NEVER_RAN = frozenset({"batch_cancelled", "batch_expired", "request_cancelled"})
 
 
-def never_ran(line: bytes) -> bool:
-    """Whether *line*, written here, says that its request was not run, as its Batch was stopped before."""
-    # A custom_id cannot hold these bytes: its quotes are escaped.
-    return any(mark in line for mark in _NEVER_RAN)
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a line of an error file says."""
+
+    custom_id: str
+    #: `HTTP 400` and the like where there was an answer, else the line's `error.code`.
+    kind: str
+    message: str
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    body: msgspec.Raw
+
+
+class _Error(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    response: _Response | None = None
+    error: _Error | None = None
+
+
+class _Said(msgspec.Struct):
+    message: str = ""
+
+
+class _Envelope(msgspec.Struct):
+    error: _Said | str | None = None
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+_decode_envelope = msgspec.json.Decoder(_Envelope).decode
+_LONGEST_MESSAGE = 300
+
+
+def read_failure(line: bytes) -> Failure:
+    """*line*, written here to an error file, as what failed."""
+    found = _decode(line)
+    if found.error is not None:
+        return Failure(found.custom_id, found.error.code, found.error.message[:_LONGEST_MESSAGE])
+    assert found.response is not None
+    try:
+        error = _decode_envelope(found.response.body).error
+        message = error.message if isinstance(error, _Said) else error or ""
+    except msgspec.MsgspecError:
+        message = ""
+    return Failure(found.custom_id, f"HTTP {found.response.status_code}", message[:_LONGEST_MESSAGE])
+
+
+class _Id(msgspec.Struct):
+    custom_id: str
+
+
+_decode_id = msgspec.json.Decoder(_Id).decode
+
+
+def read_custom_id(line: bytes) -> str:
+    """The `custom_id` of *line*, written here."""
+    return _decode_id(line).custom_id
+
+
+def index_of(line: bytes) -> int:
+    """The 0-based place in the Batch of the request that *line*, written here, belongs to."""
+    # {"id":"batch_req_…_17", …: the id holds no quote.
+    return int(line[7 : line.index(b'"', 7)].rpartition(b"_")[2])
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -109,6 +109,10 @@ class Pacing:
             found.append(heapq.heappop(self._later)[2])
         return found
 
+    def later(self) -> list[WorkItem]:
+        """Every waiting request."""
+        return [item for _, _, item in self._later]
+
     def drain(self) -> list[WorkItem]:
         """Every waiting request, taken out."""
         found = [item for _, _, item in self._later]

@@ -9,20 +9,28 @@ import uuid
 from pathlib import Path
 
 from batchyard.errors import StoreError
-from batchyard.stores.segments import SegmentFolder, as_store_error
+from batchyard.stores.blobs import Blobs
+from batchyard.stores.disk import as_store_error
+from batchyard.stores.segments import SegmentFolder
 
 
 class StateFolder:
     """A locked state folder (decision 0001). The lock goes with the process, however it ends.
+
+    Args:
+        shared: let other processes in that share it too, as those of one PostgreSQL database do.
 
     Raises:
         StoreError: the folder cannot be made, is no state folder, or another process works on it.
     """
 
     #: What names in a state folder begin with; any other name means that it is somebody else's folder.
-    NAMES = ("state.db", "lock", "requests.", "segments", "partial.", ".partial.", "files")
+    NAMES = (
+        *("state.db", "lock", "requests.", "segments", "partial.", ".partial."),
+        *("files", "inputs", "parts", "spool", "cache"),
+    )
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
         self.path = path
         self._lock = -1
         try:
@@ -40,7 +48,7 @@ class StateFolder:
         except OSError as error:
             raise as_store_error(error, path) from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
             raise StoreError(
@@ -60,13 +68,6 @@ class StateFolder:
         return self.path / f"requests.{uuid.uuid4().hex[:8]}.jsonl"
 
     @property
-    def files(self) -> Path:
-        """Where a server keeps the content of files, each under its id; made when first asked for."""
-        folder = self.path / "files"
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    @property
     def partial(self) -> tuple[Path, Path]:
         """Where results and errors so far go when a run stops early."""
         return self.path / "partial.jsonl", self.path / "partial.errors.jsonl"
@@ -81,9 +82,9 @@ class StateFolder:
         (self.path / "lock").unlink(missing_ok=True)
         self.path.rmdir()
 
-    def segments(self, batch_id: str) -> SegmentFolder:
-        """The segment files of one Batch."""
-        return SegmentFolder(self.path / "segments" / batch_id)
+    def segments(self, batch_id: str, blobs: Blobs | None = None) -> SegmentFolder:
+        """The segment files of one Batch; those of other machines come through *blobs*."""
+        return SegmentFolder(self.path / "segments" / batch_id, blobs, f"segments/{batch_id}/")
 
     def clear(self) -> None:
         """Remove everything but the lock: the next Batch starts from nothing."""
@@ -97,7 +98,7 @@ class StateFolder:
 
     def drop_segments(self, batch_id: str) -> None:
         """Remove the segments of a Batch whose results have been joined."""
-        shutil.rmtree(self.segments(batch_id).folder, ignore_errors=True)
+        self.segments(batch_id).drop()
 
     def close(self) -> None:
         """Let go of the lock. Safe to call twice."""

@@ -10,74 +10,27 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from batchyard.clock import Clock
 from batchyard.engines.protocol import Engine
 from batchyard.errors import BatchyardError, EngineError, InputChanged, StorageFull
 from batchyard.events import Event, EventBus
-from batchyard.scheduling.breaker import BreakerPolicy
-from batchyard.scheduling.canary import Canary, CanaryPolicy
-from batchyard.scheduling.retry import RetryPolicy
+from batchyard.scheduling.canary import Canary
 from batchyard.service.chunk_run import ChunkRun, WorkItem
 from batchyard.service.input_file import InputFile
-from batchyard.service.lines import LineWriter
+from batchyard.service.lines import NEVER_RAN, LineWriter
 from batchyard.service.pacing import Pacing, Verdict
+from batchyard.service.work_plan import Progress, Stop, WorkPlan
 from batchyard.stores.protocol import ChunkProgress, ChunkRecord, Counts, Store
 from batchyard.stores.segments import SegmentFolder
-from batchyard.types import Answer, Fault, Outcome, Usage
+from batchyard.types import Answer, Fault, Outcome, Request, Usage
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkPlan:
-    """How a Batch is worked on; none of it changes what the results are."""
-
-    #: Dispatches in flight at once.
-    concurrency: int
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
-    canary: CanaryPolicy | None = None
-    #: Unix seconds; what is unfinished then becomes a `batch_expired` line.
-    deadline_at: float | None = None
-    lease_s: float = 30.0
-    #: Results reach the disk within this time; they are with the kernel at once.
-    sync_every_s: float = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Why a worker ended before every request had a result. Everything finished is kept."""
-
-    #: `interrupted`, `storage_full`, `canary`, `unreachable`, `input_changed`, `engine_failed` or
-    #: `store_failed`.
-    reason: str
-    #: One full sentence for the user.
-    message: str
-
-
-@dataclass(slots=True)
-class Progress:
-    """Live figures of a worker; read by whoever draws them, written by the worker only."""
-
-    succeeded: int = 0
-    failed: int = 0
-    failed_by_kind: dict[str, int] = field(default_factory=dict)
-    usage_input: int = 0
-    usage_output: int = 0
-    usage_cached: int = 0
-    running: int = 0
-    retries: int = 0
-
-    @property
-    def usage(self) -> Usage:
-        """Tokens so far."""
-        return Usage(self.usage_input, self.usage_output, self.usage_cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +39,9 @@ class _Closing:
 
     code: str
     message: str
+
+
+_WITHDRAWN = _Closing("request_cancelled", "This request was cancelled before it had an answer.")
 
 
 class Worker:
@@ -132,8 +88,13 @@ class Worker:
         self._runs: dict[int, ChunkRun] = {}
         self._finished: list[ChunkRun] = []
         self._dirty: set[ChunkRun] = set()
-        #: Lanes that wait for the engine: the only tasks that a close may cancel.
-        self._dispatching: set[asyncio.Task[None]] = set()
+        #: Lanes that wait for the engine, with what for: the only tasks that a close may cancel.
+        self._dispatching: dict[asyncio.Task[None], list[WorkItem]] = {}
+        self._withdrawn = set(plan.withdrawn)
+        self._changes = [] if plan.amend is None else [plan.amend]
+        self._expiry: asyncio.TimerHandle | None = None
+        #: Until when the leases held last, on the loop's clock, as far as is known.
+        self._leased_until = 0.0
         self._closing: _Closing | None = None
         self._exhausted = False
 
@@ -162,11 +123,12 @@ class Worker:
         self._hungry = asyncio.Event()
         self._hungry.set()
         self._unsaved = asyncio.Event()
+        self._late = asyncio.Event()
         work = [self._lane() for _ in range(self._plan.concurrency)]
         tasks = [asyncio.create_task(one) for one in (*work, self._feed(), self._keep(), self._beat())]
         for task in tasks:
             task.add_done_callback(self._task_ended)
-        self._schedule_deadline()
+        self.expire_at(self._plan.deadline_at)
         try:
             return await self._finish(tasks, await self._over)
         except BaseException:
@@ -186,6 +148,41 @@ class Worker:
         self._queue.extend(self._pacing.drain())
         self._wake_all()
 
+    def withdraw(self, places: Iterable[tuple[int, int]]) -> None:
+        """Cancel single requests, by chunk number and place; one that runs is stopped if it runs alone."""
+        self._withdrawn.update(places)
+        for lane, items in self._dispatching.items():
+            if all(map(self._is_withdrawn, items)):
+                lane.cancel()
+        self._wake_all()
+
+    def amend(self, change: Callable[[Request], Request]) -> None:
+        """Change the requests that have not run as *change* says."""
+        self._changes.append(change)
+        for item in (*self._queue, *self._pacing.later()):
+            item.request = change(item.request)
+
+    def expire_at(self, deadline_at: float | None) -> None:
+        """Move the end of the window to *deadline_at*, Unix seconds."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if deadline_at is not None:
+            left_s = max(deadline_at - self._clock.wall(), 0.0)
+            self._expiry = self._loop.call_later(left_s, self._expire)
+
+    def running(self) -> dict[tuple[int, int], int]:
+        """What is with the engine now, by chunk number and place, with the number of this attempt."""
+        every = (item for items in self._dispatching.values() for item in items)
+        return {(item.run.chunk.no, item.place): item.attempts + 1 for item in every}
+
+    def failures(self) -> dict[int, dict[str, Sequence[Any]]]:
+        """What failed of the chunks held, by number: kind to how often, a message and a `custom_id`."""
+        return {no: dict(run.failures) for no, run in self._runs.items()}
+
+    def _is_withdrawn(self, item: WorkItem) -> bool:
+        return (item.run.chunk.no, item.place) in self._withdrawn
+
     @property
     def closed_with(self) -> str | None:
         """The code of the lines that unfinished requests get since `close`; None while it works."""
@@ -193,7 +190,7 @@ class Worker:
 
     def continue_from(self, done: Counts) -> None:
         """Start the figures from what earlier runs committed."""
-        self._add_finished(done.succeeded, done.failed, done.usage)
+        self._add_finished(done)
 
     async def _finish(self, tasks: list[asyncio.Task[None]], stop: Stop | None) -> Stop | None:
         await _cancel(tasks)
@@ -221,11 +218,6 @@ class Worker:
         if self._exhausted and not self._runs and not self._over.done():
             self._over.set_result(None)
 
-    def _schedule_deadline(self) -> None:
-        if self._plan.deadline_at is not None:
-            left_s = max(self._plan.deadline_at - self._clock.wall(), 0.0)
-            self._loop.call_later(left_s, self._expire)
-
     def _expire(self) -> None:
         if not self._over.done() and self._closing is None:
             message = "This request could not be executed before the completion window expired."
@@ -237,14 +229,23 @@ class Worker:
         while True:
             await self._hungry.wait()
             self._hungry.clear()
+            known = len(self._changes)
+            began = self._loop.time()
             runs = await self._in_keeper(self._claim)
+            if not self._runs:
+                # Leases held before are prolonged by the beat alone.
+                self._leased_until = began + self._plan.lease_s
             if not runs:
                 self._exhausted = True
                 self._check_over()
                 return
             for run in runs:
                 self._runs[run.chunk.no] = run
-                self._add_finished(run.succeeded, run.failed, run.progress().usage)
+                self._add_finished(run.counts())
+                for item in run.items:
+                    for change in self._changes[known:]:
+                        # It came while the chunk was read.
+                        item.request = change(item.request)
                 self._queue.extend(run.items)
                 run.items = []
                 if not run.remaining:
@@ -262,18 +263,20 @@ class Worker:
                 break
             claimed += more
             count += sum(chunk.count for chunk in more)
-        runs = [ChunkRun.load(chunk, self._source, self._folder) for chunk in claimed]
+        changes = tuple(self._changes)
+        runs = [ChunkRun.load(chunk, self._source, self._folder, changes) for chunk in claimed]
         if runs:
             self._folder.sync()
         return runs
 
-    def _add_finished(self, succeeded: int, failed: int, usage: Usage) -> None:
+    def _add_finished(self, done: Counts) -> None:
         """Count what was finished before this worker."""
-        progress = self.progress
-        progress.succeeded += succeeded
-        progress.failed += failed
-        if failed:
-            progress.failed_by_kind["earlier"] = progress.failed_by_kind.get("earlier", 0) + failed
+        progress, usage = self.progress, done.usage
+        progress.succeeded += done.succeeded
+        progress.failed += done.failed
+        progress.never_ran += done.never_ran
+        if done.failed:
+            progress.failed_by_kind["earlier"] = progress.failed_by_kind.get("earlier", 0) + done.failed
         progress.usage_input += usage.input_tokens
         progress.usage_output += usage.output_tokens
         progress.usage_cached += usage.cached_tokens
@@ -294,16 +297,21 @@ class Worker:
                 self._settle_closed(items, closing)
                 continue
             self.progress.running += len(items)
-            self._dispatching.add(lane)
+            self._dispatching[lane] = items
             try:
                 outcomes = await self._engine.dispatch([item.request for item in items])
             except asyncio.CancelledError:
-                if (closing := self._closed_with()) is None:
+                closing = self._closed_with()
+                if closing is None and all(map(self._is_withdrawn, items)) and not self._over.done():
+                    closing = _WITHDRAWN
+                if closing is None:
                     raise
+                if self._canary is not None:
+                    self._canary.put_back(len(items))
                 self._settle_closed(items, closing)
                 continue
             finally:
-                self._dispatching.discard(lane)
+                del self._dispatching[lane]
                 self.progress.running -= len(items)
             self._settle(items, outcomes)
             # One turn of the loop, in which `_write` runs: what is dispatched next finds these results safe.
@@ -320,19 +328,30 @@ class Worker:
             return []
         count = min(self._max_batch, len(queue))
         if self._closing is None:
-            if not self._pacing.may_dispatch():
+            if not self._pacing.may_dispatch() or not self._leases_hold():
                 return []
             if self._canary is not None and not self._canary.decided:
                 count = min(count, self._canary.may_start or 0)
-                self._canary.start(count)
-        items = []
+        items: list[WorkItem] = []
         while count and queue:
             item = queue.popleft()
             if item.run.lost:
                 continue
+            if self._withdrawn and self._closing is None and self._is_withdrawn(item):
+                self._settle_closed([item], _WITHDRAWN)
+                continue
             items.append(item)
             count -= 1
+        if self._canary is not None and self._closing is None:
+            self._canary.start(len(items))
         return items
+
+    def _leases_hold(self) -> bool:
+        """Whether what is queued is surely still ours; a process that was frozen asks the store first."""
+        if self._loop.time() < self._leased_until:
+            return True
+        self._late.set()
+        return False
 
     def _settle(self, items: Sequence[WorkItem], outcomes: Sequence[Outcome]) -> None:
         for item, outcome in zip(items, outcomes, strict=True):
@@ -353,13 +372,16 @@ class Worker:
         run, progress = item.run, self.progress
         if run.lost:
             return
-        if run.finish(item, succeeded=failure is None, usage=usage, line=line):
+        if run.finish(item, failure, usage, line):
             # Answers that arrive together are written together, before the loop waits again.
             self._loop.call_soon(self._write, run)
         if failure is None:
             progress.succeeded += 1
         else:
-            progress.failed += 1
+            if failure in NEVER_RAN:
+                progress.never_ran += 1
+            else:
+                progress.failed += 1
             progress.failed_by_kind[failure] = progress.failed_by_kind.get(failure, 0) + 1
         progress.usage_input += usage.input_tokens
         progress.usage_output += usage.output_tokens
@@ -372,7 +394,7 @@ class Worker:
         if self._events.listened:
             fields = {"custom_id": item.request.custom_id, "failure": failure, "line": line}
             self._events.emit(Event("request.finished", self._clock.wall(), fields))
-        if self._canary is not None and not self._canary.decided:
+        if self._canary is not None and not self._canary.decided and failure not in NEVER_RAN:
             self._canary.finish(succeeded=failure is None)
             self._judge_canary(self._canary)
 
@@ -390,10 +412,11 @@ class Worker:
             share = f"{canary.policy.max_failed_share * 100:.3g}%"
             self.stop(
                 "canary",
-                f"More than {share} of the first {canary.first} requests failed, and --fail-over allows no "
-                "more. The rest was not run.",
+                f"More than {share} of the first {canary.first} requests failed. The rest was not run.",
             )
         elif canary.decided:
+            if self._plan.on_canary_passed is not None:
+                self._plan.on_canary_passed()
             self._wake_all()
 
     def _faulted(self, item: WorkItem, fault: Fault) -> None:
@@ -403,6 +426,7 @@ class Worker:
         if verdict is Verdict.GIVE_UP:
             if self._canary is not None:
                 self._canary.start(1)
+            item.gave_up = True
             line = self._lines.gave_up(item.request, fault, item.attempts)
             kind = fault.kind.value if fault.status_code is None else f"HTTP {fault.status_code}"
             self._record(item, kind, Usage(), line)
@@ -442,6 +466,8 @@ class Worker:
             run.write()
         dirty, finished = self._dirty, self._finished
         self._dirty, self._finished = set(), []
+        if finished:
+            await self._publish(finished)
         fenced = await self._in_keeper(lambda: self._sync_and_commit(dirty, finished))
         for run in finished:
             del self._runs[run.chunk.no]
@@ -450,6 +476,12 @@ class Worker:
             self._events.emit(Event("chunk.lost", self._clock.wall(), {"chunk": no}))
         if self._events.listened and finished:
             self._events.emit(Event("chunk.finished", self._clock.wall(), {"chunks": len(finished)}))
+
+    async def _publish(self, runs: Sequence[ChunkRun]) -> None:
+        """Let other machines see these segments, where they do not lie in a folder that all share."""
+        if self._folder.published:
+            for run in runs:
+                await asyncio.to_thread(self._folder.publish, run.segment.path)
 
     def _sync_and_commit(self, dirty: set[ChunkRun], finished: list[ChunkRun]) -> list[int]:
         for run in dirty:
@@ -460,14 +492,31 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            await self._clock.sleep(self._plan.lease_s / 3)
+            await self._next_beat()
+            await self._publish([run for run in self._runs.values() if run.grown()])
             held = [run.progress() for run in self._runs.values() if run.remaining]
+            began = self._loop.time()
             for no in await self._in_keeper(partial(self._renew, held)):
                 run = self._runs.pop(no, None)
                 if run is not None:
                     run.lost = True
                     run.segment.close()
                     self._events.emit(Event("chunk.lost", self._clock.wall(), {"chunk": no}))
+                    # What the others left or lost may be ours to claim.
+                    self._hungry.set()
+            self._leased_until = began + self._plan.lease_s
+            self._wake_all()
+            self._check_over()
+
+    async def _next_beat(self) -> None:
+        self._late.clear()
+        late = asyncio.create_task(self._late.wait())
+        sleep = asyncio.create_task(self._clock.sleep(self._plan.beat_s))
+        try:
+            await asyncio.wait({late, sleep}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (late, sleep):
+                task.cancel()
 
     def _let_go(self) -> None:
         """Note how far the chunks still held have come, then open them for whoever works next."""

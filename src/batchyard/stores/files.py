@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import and_, delete, insert, or_, select
+from sqlalchemy import and_, delete, or_, select
 
-from batchyard.stores.database import Database
+from batchyard.stores.database import Database, new_row
 from batchyard.stores.protocol import FileRecord
 from batchyard.stores.schema import files
 
@@ -22,9 +22,8 @@ class FileTable:
         columns = [column.name for column in files.columns]
         with self._database.writing() as connection:
             for record in records:
-                if connection.execute(select(files.c.id).where(files.c.id == record.id)).first() is None:
-                    values = {name: getattr(record, name) for name in columns}
-                    connection.execute(insert(files).values(**values))
+                values = {name: getattr(record, name) for name in columns}
+                connection.execute(new_row(connection, files, values))
 
     def get(self, tenant: str, file_id: str) -> FileRecord | None:
         """The file of *tenant* with this id, if there is one."""

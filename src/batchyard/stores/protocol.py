@@ -42,8 +42,23 @@ class BatchRecord:
     model: str | None = None
     #: Why the input was refused: code, line, message and param of each error.
     errors: Sequence[Mapping[str, Any]] = ()
-    #: Requests that never ran because the Batch was cancelled or expired; known once it has ended.
-    never_ran: int = 0
+    #: Raised by every change that somebody asked for.
+    revision: int = 0
+    #: Which process validates it or joins its results now, and until when it may.
+    owner: str | None = None
+    lease_until: float | None = None
+    #: Larger goes first.
+    priority: int = 0
+    #: What was changed about the requests that had not run: each with when, what and how many.
+    amendments: Sequence[Mapping[str, Any]] = ()
+    #: Why it is paused, if nobody asked for it.
+    held_because: str | None = None
+    #: 1 once the first requests of a canary went well, or somebody resumed it all the same.
+    canary_passed: int = 0
+    #: By which key it was made.
+    key_id: str | None = None
+    #: How many prompt tokens it was taken to have when it was registered.
+    enqueued_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +87,69 @@ class KeyRecord:
     hint: str
     created_at: float
     revoked_at: float | None = None
+    #: What it may do, and which models it may use; None for anything.
+    scopes: Sequence[str] | None = None
+    models: Sequence[str] | None = None
+    requests_per_minute: int | None = None
+    #: Batches of its tenant that have not ended, and their prompt tokens.
+    max_batches: int | None = None
+    max_enqueued_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRecord:
+    """A file that comes in parts."""
+
+    id: str
+    tenant: str
+    #: `pending`, `completed` or `cancelled`.
+    status: str
+    purpose: str
+    filename: str
+    bytes: int
+    created_at: float
+    expires_at: float
+    file_expires_s: float | None = None
+    file_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartRecord:
+    """One part of an upload; its content lies in a blob named by its id."""
+
+    id: str
+    upload_id: str
+    bytes: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookRecord:
+    """Where a tenant wants to be told of events."""
+
+    id: str
+    tenant: str
+    name: str
+    url: str
+    event_types: Sequence[str]
+    created_at: float
+    updated_at: float
+    secret: str
+    old_secret: str | None = None
+    old_secret_until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryRecord:
+    """An event that an endpoint has not acknowledged yet."""
+
+    id: str
+    webhook_id: str
+    #: The JSON that is sent, byte for byte, each time.
+    body: str
+    created_at: float
+    next_at: float
+    attempts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +165,11 @@ class ChunkRecord:
     count: int
     epoch: int = 0
     segment_bytes: int = 0
+    #: Once joined: where its lines begin in the two result files, and which of its requests took more
+    #: than one attempt (place to number).
+    output_offset: int | None = None
+    error_offset: int | None = None
+    attempts: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +183,64 @@ class ChunkProgress:
     usage: Usage = field(default_factory=Usage)
     #: Length of the segment file of this epoch, in bytes.
     segment_bytes: int = 0
+    #: Requests that were cancelled or expired before they ran; in neither of the counts above.
+    never_ran: int = 0
+    #: Kind of failure to how often it happened, a message and a `custom_id` that met it.
+    failures: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What is finished of a Batch; `succeeded + failed` never exceeds its total."""
+    """What is finished of a Batch; the three counts together never exceed its total."""
 
     succeeded: int = 0
     failed: int = 0
     usage: Usage = field(default_factory=Usage)
+    never_ran: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFilter:
+    """Which Batches of a tenant are wanted; what is None is not asked for."""
+
+    statuses: Sequence[str] = ()
+    model: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    created_after: float | None = None
+    created_before: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """What a tenant has in Batches that have not ended."""
+
+    batches: int = 0
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much a tenant may have enqueued; None for any amount."""
+
+    tenant: str
+    ended: Sequence[str]
+    max_batches: int | None
+    max_tokens: int | None
+
+
+class NoRoom(Exception):  # noqa: N818 - a state of things, no fault
+    """A Batch has to wait, as its tenant has as much enqueued as it may."""
+
+
+_ALL = BatchFilter()
 
 
 class Store(Protocol):
     """Remembers Batches and chunks."""
 
-    def create(self, batch: BatchRecord) -> None:
-        """Remember a new Batch."""
+    def create(self, batch: BatchRecord) -> bool:
+        """Remember a new Batch; False where there is one with its id already."""
         ...
 
     def get(self, batch_id: str) -> BatchRecord:
@@ -137,19 +262,77 @@ class Store(Protocol):
         limit: int,
         *,
         after: BatchRecord | None = None,
-        statuses: Sequence[str] = (),
+        before: BatchRecord | None = None,
+        wanted: BatchFilter = _ALL,
     ) -> list[BatchRecord]:
-        """Up to *limit* Batches of *tenant* in *dialect* that come after *after*, newest first."""
+        """Up to *limit* Batches of *tenant* in *dialect*, newest first: those that come after *after*, or
+        those next before *before*.
+        """
         ...
 
-    def move(self, batch_id: str, expected: str, status: str, **changes: Any) -> bool:
-        """Set *status* and *changes* if the status still is *expected*; False when it is not."""
+    def moving(self, ended: Sequence[str]) -> list[tuple[str, str, int]]:
+        """Id, status and revision of every Batch of a server whose status is none of *ended*."""
+        ...
+
+    def enqueued(self, tenant: str, ended: Sequence[str], model: str | None = None) -> Enqueued:
+        """What *tenant* has in registered Batches whose status is none of *ended*."""
+        ...
+
+    def move(
+        self,
+        batch_id: str,
+        expected: str,
+        status: str,
+        *,
+        expected_revision: int | None = None,
+        deliveries: Sequence[DeliveryRecord] = (),
+        **changes: Any,
+    ) -> bool:
+        """Set *status* and *changes* if status (and revision) still are as expected; False when not.
+
+        Raises the revision. *deliveries* are remembered in the same transaction.
+        """
+        ...
+
+    def pass_canary(self, batch_id: str) -> None:
+        """Note that the first requests of a Batch went well."""
+        ...
+
+    def hold(self, batch_id: str, owner: str, now: float, lease_s: float) -> bool:
+        """Take or prolong the right to validate and to join a Batch; False while another has it."""
+        ...
+
+    def let_go(self, batch_id: str, owner: str) -> None:
+        """Give that right back."""
+        ...
+
+    def let_go_all(self) -> None:
+        """Open every Batch and chunk that is held: whoever held them is gone."""
+        ...
+
+    def withdraw(self, batch_id: str, places: Sequence[tuple[int, int]]) -> None:
+        """Note single requests as cancelled, by chunk number and place; raises the revision."""
+        ...
+
+    def withdrawn(self, batch_id: str) -> set[tuple[int, int]]:
+        """Every request noted so."""
         ...
 
     def register(
-        self, batch_id: str, expected: str, status: str, registered: Iterable[ChunkRecord], **changes: Any
+        self,
+        batch_id: str,
+        expected: str,
+        status: str,
+        registered: Iterable[ChunkRecord],
+        *,
+        room: Room | None = None,
+        **changes: Any,
     ) -> bool:
-        """`move` and the Batch's chunks, all or nothing. Chunks of an earlier attempt are replaced."""
+        """`move` and the Batch's chunks, all or nothing. Chunks of an earlier attempt are replaced.
+
+        Raises:
+            NoRoom: with it, the tenant would have more enqueued than *room* allows.
+        """
         ...
 
     def claim(self, batch_id: str, owner: str, limit: int, now: float, lease_s: float) -> list[ChunkRecord]:
@@ -170,8 +353,12 @@ class Store(Protocol):
         """Open the leased chunks again, those of *owner* or all of them."""
         ...
 
-    def reopen(self, batch_id: str, numbers: Sequence[int]) -> None:
-        """Take back the commits of these chunks: their segments were found damaged."""
+    def reopen(self, batch_id: str, expected: str, status: str, numbers: Sequence[int]) -> bool:
+        """Take back the commits of these chunks, as their segments were found damaged, and `move`."""
+        ...
+
+    def place(self, batch_id: str, joined: Sequence[ChunkRecord]) -> None:
+        """Note where the lines of these chunks begin in the result files, and their attempts."""
         ...
 
     def counts(self, batch_id: str) -> Counts:
@@ -188,6 +375,14 @@ class Store(Protocol):
 
     def done_chunks(self, batch_id: str) -> list[ChunkRecord]:
         """Committed chunks in the order of their commits."""
+        ...
+
+    def chunks(self, batch_id: str, first: int = 0, limit: int | None = None) -> list[ChunkRecord]:
+        """Up to *limit* chunks from number *first* on, whatever their state, in order."""
+        ...
+
+    def failures(self, batch_id: str) -> dict[int, dict[str, Sequence[Any]]]:
+        """By chunk: kind of failure to how often it happened, a message and a `custom_id`."""
         ...
 
     def delete(self, batch_id: str) -> None:

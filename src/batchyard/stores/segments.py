@@ -4,23 +4,24 @@ One append-only file for each attempt at a chunk (decision 0001). A record is on
 
     <index in chunk> <S|E> <input tokens> <output tokens> <cached tokens> <crc32, 8 hex> <output line>
 
-`S` goes to the output file, `E` to the error file. The checksum covers the output line, so that a torn
+`S` goes to the output file, `E` to the error file; a number after it says how many attempts it took, if
+more than one (`S3`). The checksum covers the output line, so that a torn
 or zero-filled tail after a crash is told from a whole record.
 """
 
 from __future__ import annotations
 
-import errno
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
-from batchyard.errors import StorageFull, StoreError
+from batchyard.stores.blobs import BlobNotFound, Blobs
+from batchyard.stores.disk import as_store_error, sync_folder
 from batchyard.types import Usage
-
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,16 @@ class SegmentRecord:
     usage: Usage
     #: The output line, ASCII, without its newline.
     line: bytes
+    #: Dispatches that it took.
+    attempts: int = 1
 
 
-def encode_record(index: int, *, succeeded: bool, usage: Usage, line: bytes) -> bytes:
+def encode_record(index: int, *, succeeded: bool, usage: Usage, line: bytes, attempts: int = 1) -> bytes:
     """The bytes of one record, newline included. *line* must hold no newline."""
-    return b"%d %c %d %d %d %08x %b\n" % (
+    kind = b"S" if succeeded else b"E"
+    return b"%d %b %d %d %d %08x %b\n" % (
         index,
-        b"S" if succeeded else b"E",
+        kind if attempts == 1 else b"%b%d" % (kind, attempts),
         usage.input_tokens,
         usage.output_tokens,
         usage.cached_tokens,
@@ -52,25 +56,59 @@ def decode_records(data: bytes) -> Iterator[SegmentRecord]:
     """Every whole record in *data*, in order; torn or damaged ones are passed over."""
     for raw in data.split(b"\n")[:-1]:
         parts = raw.split(b" ", 6)
-        if len(parts) != 7 or parts[1] not in {b"S", b"E"}:
+        if len(parts) != 7 or parts[1][:1] not in {b"S", b"E"}:
             continue
         try:
             index, *tokens = (int(parts[i]) for i in (0, 2, 3, 4))
+            attempts = int(parts[1][1:] or b"1")
             checksum = int(parts[5], 16)
         except ValueError:
             continue
         if checksum == crc32(parts[6]):
-            yield SegmentRecord(index, parts[1] == b"S", Usage(*tokens), parts[6])
+            yield SegmentRecord(index, parts[1][:1] == b"S", Usage(*tokens), parts[6], attempts)
 
 
 class SegmentFolder:
-    """The segment files of one Batch."""
+    """The segment files of one Batch.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where they are written.
+        blobs: where they go when other machines must see them too; None where *folder* is all there is.
+        prefix: what their names in *blobs* begin with.
+    """
+
+    def __init__(self, folder: Path, blobs: Blobs | None = None, prefix: str = "") -> None:
         self.folder = folder
+        self._blobs = blobs
+        self._prefix = prefix
 
     def __repr__(self) -> str:
         return f"<SegmentFolder {self.folder}>"
+
+    @property
+    def published(self) -> bool:
+        """Whether what is written here must be published before others see it."""
+        return self._blobs is not None
+
+    def publish(self, path: Path) -> None:
+        """Let other machines see what a segment holds so far."""
+        if self._blobs is not None:
+            self._blobs.put_file(self._prefix + path.name, path)
+
+    def _gather(self, no: int, name: str = "") -> None:
+        """Fetch the segments of chunk *no* that other machines wrote, or the one of this *name* only."""
+        if self._blobs is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for one in [self._prefix + name] if name else list(self._blobs.names(self._prefix)):
+            path = self.folder / one.removeprefix(self._prefix)
+            if not path.name.startswith(f"{no:06d}."):
+                continue
+            with suppress(BlobNotFound):
+                there = self._blobs.local(one, fresh=True)
+                # What is written here is never behind what was published of it.
+                if not path.exists() or path.stat().st_size < there.stat().st_size:
+                    shutil.copyfile(there, path)
 
     def path(self, no: int, epoch: int) -> Path:
         """Where the attempt *epoch* at chunk *no* is written."""
@@ -89,6 +127,7 @@ class SegmentFolder:
 
     def salvage(self, no: int, before_epoch: int | None = None) -> list[SegmentRecord]:
         """What attempts at chunk *no* (before *before_epoch*) finished: the first whole record an index."""
+        self._gather(no)
         found: dict[int, SegmentRecord] = {}
         for path in sorted(self.folder.glob(f"{no:06d}.*.seg"), key=_epoch_of):
             if before_epoch is None or _epoch_of(path) < before_epoch:
@@ -101,9 +140,18 @@ class SegmentFolder:
         for path in self.folder.glob(f"{no:06d}.*.seg"):
             if _epoch_of(path) < epoch:
                 path.unlink(missing_ok=True)
+                if self._blobs is not None:
+                    self._blobs.delete(self._prefix + path.name)
+
+    def drop(self) -> None:
+        """Remove them all."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._blobs is not None:
+            self._blobs.delete_all(self._prefix)
 
     def read(self, no: int, epoch: int, length: int | None = None) -> list[SegmentRecord]:
         """The whole records of one attempt, of its first *length* bytes; none where the file is gone."""
+        self._gather(no, self.path(no, epoch).name)
         try:
             data = self.path(no, epoch).read_bytes()
         except FileNotFoundError:
@@ -166,22 +214,6 @@ class SegmentWriter:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in *folder* durable (after create or rename)."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def as_store_error(error: OSError, path: Path) -> StoreError:
-    """*error* as one of ours, with where it happened and what to do."""
-    if error.errno in _NO_SPACE:
-        return StorageFull(f"The disk that holds {path} is full. Free some space, then resume.")
-    return StoreError(f"Cannot write {path}: {error.strerror}. Check that the folder exists and is writable.")
 
 
 def _epoch_of(path: Path) -> int:

@@ -16,7 +16,7 @@ from batchyard.scheduling.retry import RetryPolicy
 from batchyard.service.batches import BatchService
 from batchyard.service.intake.registration import IntakeRules
 from batchyard.service.join import Order
-from batchyard.service.worker import WorkPlan
+from batchyard.service.work_plan import WorkPlan
 from batchyard.testing.upstream import Upstream
 from batchyard.types import Endpoint
 

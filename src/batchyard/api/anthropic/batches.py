@@ -9,23 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
 
-from batchyard.api.access import Access
+from batchyard.api.access import Caller
 from batchyard.api.anthropic.envelope import in_words
+from batchyard.api.anthropic.shapes import (
+    AnthropicError,
+    CreateMessageBatch,
+    DeletedMessageBatch,
+    MessageBatch,
+    MessageBatchCounts,
+    MessageBatchList,
+)
 from batchyard.api.anthropic.translate import to_chat, to_message
 from batchyard.api.errors import ApiError, json_response
+from batchyard.api.operations import CHANGES, READS, Handler, Operation, Query
 from batchyard.api.reading import page_limit, read_body
 from batchyard.errors import BatchNotFound
-from batchyard.service.hosting.host import BatchCounts, Host, NewBatch
+from batchyard.service.hosting.host import Host, NewBatch
+from batchyard.service.hosting.reader import BatchCounts
 from batchyard.service.lifecycle import TERMINAL, Status
+from batchyard.stores.blobs import BlobNotFound
 from batchyard.stores.protocol import BatchRecord
 from batchyard.types import Endpoint
 
@@ -33,7 +43,6 @@ _MAX_BODY = 256 << 20
 _MOST_REQUESTS = 100_000
 _CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _WINDOW_S = 86_400.0
-_ENDS = ("first_id", "last_id")
 DIALECT = "anthropic"
 
 
@@ -47,36 +56,60 @@ class _Create(msgspec.Struct):
 
 
 class MessageBatchesApi:
-    """Message batches of a tenant."""
+    """Message batches of a tenant.
 
-    def __init__(self, host: Host, access: Access) -> None:
+    Args:
+        public_url: what clients reach the server by, if not what they name as its host.
+    """
+
+    def __init__(self, host: Host, public_url: str | None = None) -> None:
         self._host = host
-        self._access = access
+        self._public_url = public_url
 
-    def routes(self) -> list[BaseRoute]:
+    def operations(self) -> list[Operation]:
         """What it answers to."""
         base = "/v1/messages/batches"
+        one = base + "/{id}"
+        limit = {"type": "integer", "minimum": 1, "maximum": 1_000, "default": 20}
+        listing = (
+            Query("limit", "How many at most; 1 to 1,000.", limit),
+            Query("after_id", "Give what comes after this one."),
+            Query("before_id", "Give what comes right before this one."),
+        )
+
+        def row(method: str, path: str, answer: Handler, summary: str, **more: Any) -> Operation:
+            scopes = READS if method == "GET" else CHANGES
+            more = {"gives": MessageBatch} | more
+            return Operation(
+                method, path, answer, summary, scopes, wrap=in_words, error=AnthropicError, **more
+            )
+
         return [
-            Route(base, in_words(self.create), methods=["POST"]),
-            Route(base, in_words(self.list), methods=["GET"]),
-            Route(base + "/{id}", in_words(self.get), methods=["GET"]),
-            Route(base + "/{id}", in_words(self.delete), methods=["DELETE"]),
-            Route(base + "/{id}/cancel", in_words(self.cancel), methods=["POST"]),
-            Route(base + "/{id}/results", in_words(self.results), methods=["GET"]),
+            row("POST", base, self.create, "Create a message batch", body=CreateMessageBatch),
+            row("GET", base, self.list, "List message batches", query=listing, gives=MessageBatchList),
+            row("GET", one, self.get, "Look at a message batch"),
+            row("DELETE", one, self.delete, "Delete a message batch", gives=DeletedMessageBatch),
+            row("POST", one + "/cancel", self.cancel, "Cancel a message batch"),
+            row(
+                "GET",
+                one + "/results",
+                self.results,
+                "Read the results of a message batch",
+                gives=None,
+                media_type="application/x-jsonl",
+            ),
         ]
 
-    async def create(self, request: Request) -> Response:
+    async def create(self, request: Request, caller: Caller) -> Response:
         """A new batch of inline requests, which may name different models."""
-        tenant = await self._access.tenant(request)
         body = await read_body(request, _MAX_BODY)
         lines, total = await asyncio.to_thread(_translated, body)
         incoming = self._host.files.begin()
         try:
             for line in lines:
                 incoming.write(line)
-            incoming.handle.close()
             wanted = NewBatch(
-                source=incoming.path,
+                source=incoming,
                 input_file_id="",
                 endpoint=Endpoint.CHAT,
                 completion_window="24h",
@@ -84,82 +117,87 @@ class MessageBatchesApi:
                 dialect=DIALECT,
                 several_models=True,
                 total=total,
+                key_id=caller.key_id,
             )
-            batch = await self._host.create(tenant, wanted)
+            batch = await self._host.create(caller.tenant, wanted)
         finally:
             incoming.discard()
         return json_response(await self._shown(request, batch))
 
-    async def get(self, request: Request) -> Response:
+    async def get(self, request: Request, caller: Caller) -> Response:
         """Where a batch stands."""
-        return json_response(await self._shown(request, await self._asked_for(request)))
+        return json_response(await self._shown(request, await self._asked_for(request, caller)))
 
-    async def list(self, request: Request) -> Response:
+    async def list(self, request: Request, caller: Caller) -> Response:
         """A page of batches, newest first."""
-        tenant = await self._access.tenant(request)
         limit = page_limit(request, 20, 1_000)
         query = request.query_params
-        after = await self._named(tenant, query.get("after_id"), "after_id")
-        before = await self._named(tenant, query.get("before_id"), "before_id")
-        if before is None:
-            found = await self._host.page(tenant, limit + 1, dialect=DIALECT, after=after)
-            more = len(found) > limit
-            found = found[:limit]
-        else:
-            newer: list[BatchRecord] = []
-            for one in await self._host.page(tenant, 1_000_000, dialect=DIALECT):
-                if one.id == before.id:
-                    break
-                newer.append(one)
-            more, found = len(newer) > limit, newer[-limit:]
+        after = await self._named(caller, query.get("after_id"), "after_id")
+        before = await self._named(caller, query.get("before_id"), "before_id")
+        page = self._host.page
+        found = await page(caller.tenant, limit + 1, dialect=DIALECT, after=after, before=before)
+        more = len(found) > limit
+        found = found[:limit] if before is None else found[-limit:]
         data = [await self._shown(request, one) for one in found]
-        ends = {"first_id": found[0].id, "last_id": found[-1].id} if found else dict.fromkeys(_ENDS)
-        return json_response({"data": data, "has_more": more, **ends})
+        first, last = (found[0].id, found[-1].id) if found else (None, None)
+        return json_response(MessageBatchList(data=data, has_more=more, first_id=first, last_id=last))
 
-    async def cancel(self, request: Request) -> Response:
+    async def cancel(self, request: Request, caller: Caller) -> Response:
         """Stop a batch; what is finished is kept."""
-        batch = await self._asked_for(request)
+        batch = await self._asked_for(request, caller)
         if Status(batch.status) not in TERMINAL:
-            batch = await self._host.cancel(batch.tenant, batch.id, DIALECT)
+            batch = await self._host.acts.cancel(batch.tenant, batch.id, DIALECT)
         return json_response(await self._shown(request, batch))
 
-    async def delete(self, request: Request) -> Response:
+    async def delete(self, request: Request, caller: Caller) -> Response:
         """Forget a batch that has ended."""
-        batch = await self._asked_for(request)
+        batch = await self._asked_for(request, caller)
         if Status(batch.status) not in TERMINAL:
             raise ApiError(400, f"Batch {batch.id} has not ended. Cancel it first.")
-        await self._host.delete(batch.tenant, batch.id, DIALECT)
-        return json_response({"id": batch.id, "type": "message_batch_deleted"})
+        await self._host.acts.delete(batch.tenant, batch.id, DIALECT)
+        return json_response(DeletedMessageBatch(id=batch.id))
 
-    async def results(self, request: Request) -> Response:
+    async def results(self, request: Request, caller: Caller) -> Response:
         """One line for each request, as the batch's files hold them."""
-        batch = await self._asked_for(request)
+        batch = await self._asked_for(request, caller)
         if Status(batch.status) not in TERMINAL:
             raise ApiError(400, f"Batch {batch.id} has no results yet: it has not ended.")
-        return StreamingResponse(self._lines(batch), media_type="application/x-jsonl")
+        files = []
+        try:
+            for file_id in (batch.output_file_id, batch.error_file_id):
+                if file_id is not None:
+                    path = await asyncio.to_thread(self._host.files.path, file_id)
+                    files.append(await asyncio.to_thread(path.open, "rb"))
+        except (BlobNotFound, FileNotFoundError):
+            for file in files:
+                file.close()
+            raise ApiError(404, f"The results of batch {batch.id} have been deleted.") from None
+        return StreamingResponse(_lines(files), media_type="application/x-jsonl")
 
-    def _lines(self, batch: BatchRecord) -> Iterator[bytes]:
-        for file_id in (batch.output_file_id, batch.error_file_id):
-            if file_id is None:
-                continue
-            with self._host.files.path(file_id).open("rb") as file:
-                for line in file:
-                    yield msgspec.json.encode(_result(msgspec.json.decode(line))) + b"\n"
+    async def _asked_for(self, request: Request, caller: Caller) -> BatchRecord:
+        return await self._host.get(caller.tenant, request.path_params["id"], DIALECT)
 
-    async def _asked_for(self, request: Request) -> BatchRecord:
-        tenant = await self._access.tenant(request)
-        return await self._host.get(tenant, request.path_params["id"], DIALECT)
-
-    async def _named(self, tenant: str, batch_id: str | None, param: str) -> BatchRecord | None:
+    async def _named(self, caller: Caller, batch_id: str | None, param: str) -> BatchRecord | None:
         if not batch_id:
             return None
         try:
-            return await self._host.get(tenant, batch_id, DIALECT)
+            return await self._host.get(caller.tenant, batch_id, DIALECT)
         except BatchNotFound:
             raise ApiError(404, f"{param}: there is no batch with this id", param=param) from None
 
-    async def _shown(self, request: Request, batch: BatchRecord) -> dict[str, Any]:
-        return _shown(batch, await self._host.counts(batch), str(request.base_url).rstrip("/"))
+    async def _shown(self, request: Request, batch: BatchRecord) -> MessageBatch:
+        base_url = self._public_url or str(request.base_url)
+        return _shown(batch, await self._host.counts(batch), base_url.rstrip("/"))
+
+
+def _lines(files: Sequence[BinaryIO]) -> Iterator[bytes]:
+    try:
+        for file in files:
+            for line in file:
+                yield msgspec.json.encode(_result(msgspec.json.decode(line))) + b"\n"
+    finally:
+        for file in files:
+            file.close()
 
 
 def _translated(body: bytes) -> tuple[list[bytes], int]:
@@ -213,32 +251,35 @@ def _result(line: dict[str, Any]) -> dict[str, Any]:
     return {"custom_id": custom_id, "result": {"type": "errored", "error": envelope}}
 
 
-def _shown(batch: BatchRecord, counts: BatchCounts, base_url: str) -> dict[str, Any]:
+def _shown(batch: BatchRecord, counts: BatchCounts, base_url: str) -> MessageBatch:
     status = Status(batch.status)
     total = batch.settings["total"]
     ended = status in TERMINAL
-    shown = {"processing": total, "succeeded": 0, "errored": 0, "canceled": 0, "expired": 0}
+    shown = MessageBatchCounts(processing=total, succeeded=0, errored=0, canceled=0, expired=0)
     if ended:
-        never_ran = "expired" if status is Status.EXPIRED else "canceled"
-        succeeded, errored = counts.completed, counts.failed
-        if status is Status.FAILED:
-            errored = total
-        shown |= {"processing": 0, "succeeded": succeeded, "errored": errored}
-        shown[never_ran] = total - succeeded - errored
-    processing = "ended" if ended else "in_progress"
-    return {
-        "id": batch.id,
-        "type": "message_batch",
-        "processing_status": "canceling" if status is Status.CANCELLING else processing,
-        "request_counts": shown,
-        "created_at": _rfc3339(batch.created_at),
-        "expires_at": _rfc3339(batch.deadline_at),
-        "ended_at": _rfc3339(batch.ended_at),
-        "cancel_initiated_at": _rfc3339(batch.cancelling_at),
-        "archived_at": None,
-        "results_url": f"{base_url}/v1/messages/batches/{batch.id}/results" if ended else None,
-    }
+        errored = total if status is Status.FAILED else counts.failed
+        never_ran = total - counts.completed - errored
+        is_expired = status is Status.EXPIRED
+        shown = MessageBatchCounts(
+            processing=0,
+            succeeded=counts.completed,
+            errored=errored,
+            canceled=0 if is_expired else never_ran,
+            expired=never_ran if is_expired else 0,
+        )
+    return MessageBatch(
+        id=batch.id,
+        processing_status=(
+            "ended" if ended else "canceling" if status is Status.CANCELLING else "in_progress"
+        ),
+        request_counts=shown,
+        created_at=_rfc3339(batch.created_at),
+        expires_at=_rfc3339(batch.deadline_at or batch.created_at),
+        ended_at=None if batch.ended_at is None else _rfc3339(batch.ended_at),
+        cancel_initiated_at=None if batch.cancelling_at is None else _rfc3339(batch.cancelling_at),
+        results_url=f"{base_url}/v1/messages/batches/{batch.id}/results" if ended else None,
+    )
 
 
-def _rfc3339(at: float | None) -> str | None:
-    return None if at is None else datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+def _rfc3339(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")

@@ -13,17 +13,20 @@ from typing import Any
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
 
-from batchyard.api.access import Access
+from batchyard.api.access import Caller
 from batchyard.api.anthropic.envelope import error_event, in_words
+from batchyard.api.anthropic.shapes import AnthropicError, CountBody, MessageBody, TokenCount
 from batchyard.api.anthropic.translate import StreamTranslator, to_chat, to_message
-from batchyard.api.errors import ApiError
-from batchyard.api.openai.live import answer_while_there, as_error, first_chunk
-from batchyard.api.openai.models import no_such_model
-from batchyard.api.reading import parse_object, read_body
+from batchyard.api.bodies import parse_object
+from batchyard.api.errors import ApiError, json_response
+from batchyard.api.openai.live import answer_while_there, as_error, check_room, first_chunk
+from batchyard.api.openai.models import served_to
+from batchyard.api.operations import Operation
+from batchyard.api.reading import read_body
 from batchyard.errors import EngineError
 from batchyard.service.hosting.host import Host
+from batchyard.service.hosting.keys import Scope
 from batchyard.service.hosting.slots import NOW, Served
 from batchyard.types import Answer, Endpoint, Request
 
@@ -33,20 +36,55 @@ _MAX_BODY = 32 << 20
 class MessagesApi:
     """Messages, translated to chat completions."""
 
-    def __init__(self, host: Host, access: Access) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._access = access
 
-    def routes(self) -> list[BaseRoute]:
+    def operations(self) -> list[Operation]:
         """What it answers to."""
-        return [Route("/v1/messages", in_words(self.answer), methods=["POST"])]
+        stream = ("text/event-stream",)
+        live = (Scope.LIVE,)
+        return [
+            Operation(
+                "POST",
+                "/v1/messages",
+                self.answer,
+                "Answer a message now",
+                live,
+                body=MessageBody,
+                also=stream,
+                wrap=in_words,
+                error=AnthropicError,
+            ),
+            Operation(
+                "POST",
+                "/v1/messages/count_tokens",
+                self.count,
+                "Count the tokens of a message",
+                live,
+                body=CountBody,
+                gives=TokenCount,
+                wrap=in_words,
+                error=AnthropicError,
+            ),
+        ]
 
-    async def answer(self, http: HttpRequest) -> Response:
+    async def count(self, http: HttpRequest, caller: Caller) -> Response:
+        """How many input tokens a message has, as the model counts them."""
+        params = parse_object(await read_body(http, _MAX_BODY))
+        chat = to_chat({"max_tokens": 1} | params)
+        served = self._served(caller, chat["model"])
+        request = Request(http.state.request_id, Endpoint.CHAT, msgspec.json.encode(chat), served.name)
+        (tokens,) = await served.engine.count_tokens([request])
+        if tokens is None:
+            raise ApiError(400, f"model: {served.name!r} cannot tell how it counts tokens")
+        return json_response(TokenCount(tokens))
+
+    async def answer(self, http: HttpRequest, caller: Caller) -> Response:
         """One message."""
-        await self._access.tenant(http)
         params = parse_object(await read_body(http, _MAX_BODY))
         chat = to_chat(params)
-        served = self._served(chat["model"])
+        served = self._served(caller, chat["model"])
+        check_room(served)
         message_id = http.state.request_id.replace("req_", "msg_", 1)
         body = msgspec.json.encode(chat)
         request = Request(http.state.request_id, Endpoint.CHAT, body, served.name)
@@ -71,10 +109,8 @@ class MessagesApi:
         message = to_message(msgspec.json.decode(outcome.body), message_id, served.name)
         return Response(msgspec.json.encode(message), media_type="application/json")
 
-    def _served(self, name: str) -> Served:
-        served = self._host.models.get(name)
-        if served is None:
-            raise no_such_model(name, self._host)
+    def _served(self, caller: Caller, name: str) -> Served:
+        served = served_to(caller, self._host, name)
         if Endpoint.CHAT not in served.engine.capabilities.endpoints:
             raise ApiError(400, f"model: {name!r} does not chat")
         return served

@@ -10,8 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from batchyard.api.bodies import kind_of
 from batchyard.api.errors import ApiError
-from batchyard.api.reading import kind_of
 
 #: Parameters that mean the same in both.
 _SAME = ("temperature", "top_p", "top_k")

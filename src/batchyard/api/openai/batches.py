@@ -1,218 +1,302 @@
-"""Floor 8. `/v1/batches`: create, retrieve, list, cancel; and, beyond OpenAI, pause and resume."""
+"""Floor 8. `/v1/batches`: create, look, list, cancel; beyond OpenAI: change, amend, pause, resume, retry."""
 
 from __future__ import annotations
 
-import re
+import asyncio
+import hashlib
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
-from batchyard.api.access import Access
+from batchyard.api.access import Caller
+from batchyard.api.bodies import missing, read_as
 from batchyard.api.errors import NO_RETRY, ApiError, json_response
-from batchyard.api.openai.files import listed
-from batchyard.api.reading import (
-    page_limit,
-    parse_object,
-    read_body,
-    required_string,
-    seconds,
-    wrong_type,
+from batchyard.api.openai.batch_shown import show
+from batchyard.api.openai.files import ends, too_large
+from batchyard.api.openai.models import served_to
+from batchyard.api.openai.shapes import (
+    AmendBatch,
+    BatchList,
+    BatchObject,
+    CreateBatch,
+    RetryBatch,
+    UpdateBatch,
 )
+from batchyard.api.operations import CHANGES, READS, Operation, Query, page_query
+from batchyard.api.reading import page_limit, query_number, read_body
 from batchyard.errors import BatchNotFound
-from batchyard.service.hosting.host import BatchCounts, Host, NewBatch
+from batchyard.service.hosting.acts import Update
+from batchyard.service.hosting.amendments import Amendment
+from batchyard.service.hosting.files import Incoming
+from batchyard.service.hosting.host import Host, IdempotencyConflict, NewBatch
 from batchyard.service.lifecycle import TERMINAL, Status
-from batchyard.stores.protocol import BatchRecord
-from batchyard.types import Endpoint
+from batchyard.stores.protocol import BatchFilter, BatchRecord
 
-_MAX_BODY = 1 << 20
-_MAX_ID = 512
-_WINDOW = re.compile(r"([1-9]\d{0,4})([mhd])")
+#: Inline requests come in the body; files of any size do not.
+_MAX_BODY = 64 << 20
 _UNITS_S = {"m": 60, "h": 3_600, "d": 86_400}
 _LONGEST_S = 7 * 86_400
-_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
+_STATUSES = ", ".join(one.value for one in Status)
+_TIME = {"type": "integer", "minimum": 0, "maximum": 2**40}
 
 
 class BatchesApi:
     """The Batches of a tenant."""
 
-    def __init__(self, host: Host, access: Access) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._access = access
 
-    def routes(self) -> list[BaseRoute]:
+    def operations(self) -> list[Operation]:
         """What it answers to."""
+        base = "/v1/batches"
+        one = base + "/{id}"
+        listing = (
+            *page_query(20, 100, "the id of a batch"),
+            Query("status", f"Only these, with commas between: {_STATUSES}."),
+            Query("model", "Only batches of this model."),
+            Query("created_after", "Only batches created at or after this Unix time.", _TIME),
+            Query("created_before", "Only batches created before this Unix time.", _TIME),
+        )
+
+        def act(name: str, answer: Any, summary: str, body: Any = None) -> Operation:
+            return Operation("POST", f"{one}/{name}", answer, summary, CHANGES, body=body, gives=BatchObject)
+
         return [
-            Route("/v1/batches", self.list, methods=["GET"]),
-            Route("/v1/batches", self.create, methods=["POST"]),
-            Route("/v1/batches/{id}", self.get, methods=["GET"]),
-            Route("/v1/batches/{id}/cancel", self.cancel, methods=["POST"]),
-            Route("/v1/batches/{id}/pause", self.pause, methods=["POST"]),
-            Route("/v1/batches/{id}/resume", self.resume, methods=["POST"]),
+            Operation("GET", base, self.list, "List batches", READS, query=listing, gives=BatchList),
+            Operation(
+                "POST", base, self.create, "Create a batch", CHANGES, body=CreateBatch, gives=BatchObject
+            ),
+            Operation("GET", one, self.get, "Look at a batch", READS, gives=BatchObject),
+            Operation(
+                "POST", one, self.update, "Change a batch", CHANGES, body=UpdateBatch, gives=BatchObject
+            ),
+            act("cancel", self.cancel, "Cancel a batch"),
+            act("pause", self.pause, "Hold a batch"),
+            act("resume", self.resume, "Go on with a held batch"),
+            act("amend", self.amend, "Change the requests that have not run", AmendBatch),
+            act("retry", self.retry, "Run the failed requests again, as a new batch", RetryBatch),
         ]
 
-    async def create(self, request: Request) -> Response:
+    async def create(self, request: Request, caller: Caller) -> Response:
         """A new Batch. A repeat with the same `Idempotency-Key` returns the first."""
-        tenant = await self._access.tenant(request)
-        body = parse_object(await read_body(request, _MAX_BODY))
-        file_id = required_string(body, "input_file_id")
-        if len(file_id) > _MAX_ID:
-            message = f"Invalid 'input_file_id': string too long. No id is longer than {_MAX_ID} characters."
-            raise ApiError(400, message, code="string_above_max_length", param="input_file_id")
-        endpoint = required_string(body, "endpoint")
-        if endpoint not in set(Endpoint):
-            known = ", ".join(repr(one.value) for one in Endpoint)
-            message = f"Invalid value: {endpoint[:200]!r}. Supported values are: {known}."
-            raise ApiError(400, message, code="invalid_value", param="endpoint")
-        window = required_string(body, "completion_window")
-        expires = body.get("output_expires_after")
-        file = await self._host.kept(lambda: self._host.files.get(tenant, file_id))
-        wanted = NewBatch(
-            source=None if file is None else self._host.files.path(file.id),
-            input_file_id=file_id,
-            endpoint=endpoint,
-            completion_window=window,
-            window_s=_window_s(window),
-            metadata=_metadata(body.get("metadata")),
-            output_expires_s=(
-                None if expires is None else seconds(expires, "output_expires_after", 3_600, 2_592_000)
-            ),
-        )
+        wanted = read_as(await read_body(request, _MAX_BODY), CreateBatch)
+        batch = new_batch(wanted, caller)
         key = request.headers.get("idempotency-key")
-        batch = await self._host.create(tenant, wanted, idempotency_key=key)
-        if key is not None and batch.settings != wanted.settings():
+        host = self._host
+        if wanted.requests is None:
+            file_id = batch.input_file_id
+            file = await host.kept(lambda: host.files.get(caller.tenant, file_id))
+            batch = replace(batch, source=None if file is None else file.id)
+            return json_response(await show(host, await self._made(caller, batch, key)))
+        incoming = host.files.begin()
+        try:
+            digest = await asyncio.to_thread(write_inline, wanted, incoming)
+            if incoming.size > host.limits.max_batch_file_bytes:
+                raise too_large(host.limits.max_batch_file_bytes)
+            await asyncio.to_thread(host.files.store, incoming)
+            file = await host.kept(
+                lambda: host.files.enter(
+                    incoming,
+                    caller.tenant,
+                    purpose="batch",
+                    filename="inline.jsonl",
+                    expires_s=host.limits.batch_file_expires_s,
+                )
+            )
+        finally:
+            incoming.discard()
+        batch = replace(batch, source=file.id, input_file_id=file.id, content=digest)
+        made = None
+        try:
+            made = await self._made(caller, batch, key)
+        finally:
+            if made is None or made.settings["input_file_id"] != file.id:
+                # It was refused, or had been made before of the same requests.
+                await host.kept(lambda: host.files.delete(file))
+        return json_response(await show(host, made))
+
+    async def _made(self, caller: Caller, wanted: NewBatch, key: str | None) -> BatchRecord:
+        try:
+            return await self._host.create(caller.tenant, wanted, idempotency_key=key)
+        except IdempotencyConflict:
             message = "This Idempotency-Key was used with other parameters. Use a new key for a new batch."
-            raise ApiError(409, message, code="idempotency_conflict", headers=NO_RETRY)
-        return json_response(await self._shown(batch))
+            raise ApiError(409, message, code="idempotency_conflict", headers=NO_RETRY) from None
 
-    async def get(self, request: Request) -> Response:
+    async def get(self, request: Request, caller: Caller) -> Response:
         """Where a Batch stands. Changes nothing."""
-        tenant = await self._access.tenant(request)
-        return json_response(await self._shown(await self._host.get(tenant, request.path_params["id"])))
+        return json_response(await show(self._host, await self._asked_for(request, caller)))
 
-    async def list(self, request: Request) -> Response:
-        """A page of Batches, newest first; `status` names the wanted ones, with commas between."""
-        tenant = await self._access.tenant(request)
+    async def list(self, request: Request, caller: Caller) -> Response:
+        """A page of Batches, newest first."""
         limit = page_limit(request, 20, 100)
         query = request.query_params
-        statuses = [one for one in query.get("status", "").split(",") if one]
-        for one in statuses:
-            if one not in set(Status):
-                known = ", ".join(repr(status.value) for status in Status)
-                message = f"Invalid value: {one[:64]!r}. Supported values are: {known}."
-                raise ApiError(400, message, code="invalid_value", param="status")
         after = None
         if query.get("after"):
             try:
-                after = await self._host.get(tenant, query["after"])
+                after = await self._host.get(caller.tenant, query["after"])
             except BatchNotFound:
                 raise ApiError(404, "No batch found with the id given as after.", param="after") from None
-        found = await self._host.page(tenant, limit + 1, after=after, statuses=statuses)
-        data = [await self._shown(one) for one in found[:limit]]
-        return json_response(listed(data, has_more=len(found) > limit))
+        found = await self._host.page(caller.tenant, limit + 1, after=after, wanted=_filter(request))
+        data = [await show(self._host, one) for one in found[:limit]]
+        first, last = ends(data)
+        more = len(found) > limit
+        return json_response(BatchList(data=data, has_more=more, first_id=first, last_id=last))
 
-    async def cancel(self, request: Request) -> Response:
+    async def update(self, request: Request, caller: Caller) -> Response:
+        """Change the priority, the window or the metadata."""
+        batch = await self._asked_for(request, caller)
+        wanted = read_as(await read_body(request, 1 << 16), UpdateBatch)
+        window = wanted.completion_window
+        update = Update(
+            wanted.priority, window, None if window is None else window_s(window), wanted.metadata
+        )
+        changed = await self._host.acts.update(caller.tenant, batch.id, update)
+        return json_response(await show(self._host, changed))
+
+    async def cancel(self, request: Request, caller: Caller) -> Response:
         """Stop a Batch; what is finished is kept."""
-        tenant = await self._access.tenant(request)
-        batch = await self._host.get(tenant, request.path_params["id"])
+        batch = await self._asked_for(request, caller)
         if Status(batch.status) in TERMINAL - {Status.CANCELLED}:
             message = f"Cannot cancel a batch with status '{batch.status}'."
             raise ApiError(409, message, headers=NO_RETRY)
-        return json_response(await self._shown(await self._host.cancel(tenant, batch.id)))
+        return json_response(await show(self._host, await self._host.acts.cancel(caller.tenant, batch.id)))
 
-    async def pause(self, request: Request) -> Response:
+    async def pause(self, request: Request, caller: Caller) -> Response:
         """Dispatch nothing more of a Batch until it is resumed."""
-        tenant = await self._access.tenant(request)
-        return json_response(await self._shown(await self._host.pause(tenant, request.path_params["id"])))
+        paused = await self._host.acts.pause(caller.tenant, request.path_params["id"])
+        return json_response(await show(self._host, paused))
 
-    async def resume(self, request: Request) -> Response:
-        """Go on with a paused Batch."""
-        tenant = await self._access.tenant(request)
-        return json_response(await self._shown(await self._host.resume(tenant, request.path_params["id"])))
+    async def resume(self, request: Request, caller: Caller) -> Response:
+        """Go on with a paused Batch, from now on as one of the caller's key."""
+        resumed = await self._host.acts.resume(caller.tenant, request.path_params["id"], caller.key_id)
+        return json_response(await show(self._host, resumed))
 
-    async def _shown(self, batch: BatchRecord) -> dict[str, Any]:
-        return _shown(batch, await self._host.counts(batch), self._host.note(batch.id))
-
-
-def _shown(batch: BatchRecord, counts: BatchCounts, note: str | None) -> dict[str, Any]:
-    status, settings = Status(batch.status), batch.settings
-    ended = {one: None if status is not one else _at(batch.ended_at) for one in TERMINAL}
-    usage = counts.usage
-    return {
-        "id": batch.id,
-        "object": "batch",
-        "endpoint": settings["endpoint"],
-        "model": batch.model,
-        "errors": {"object": "list", "data": list(batch.errors)} if batch.errors else None,
-        "input_file_id": settings["input_file_id"],
-        "completion_window": settings["completion_window"],
-        "status": status.value,
-        "output_file_id": batch.output_file_id,
-        "error_file_id": batch.error_file_id,
-        "created_at": int(batch.created_at),
-        "in_progress_at": _at(batch.in_progress_at),
-        "expires_at": _at(batch.deadline_at),
-        "finalizing_at": _at(batch.finalizing_at),
-        "completed_at": ended[Status.COMPLETED],
-        "failed_at": ended[Status.FAILED],
-        "expired_at": ended[Status.EXPIRED],
-        "cancelling_at": _at(batch.cancelling_at),
-        "cancelled_at": ended[Status.CANCELLED],
-        "request_counts": {"total": counts.total, "completed": counts.completed, "failed": counts.failed},
-        "usage": {
-            "input_tokens": usage.input_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage.input_tokens + usage.output_tokens,
-        },
-        "metadata": settings["metadata"],
-        # Beyond OpenAI: why it does not move, in words.
-        "waiting_for": note,
-    }
-
-
-def _at(value: float | None) -> int | None:
-    return None if value is None else int(value)
-
-
-def _window_s(window: str) -> float:
-    found = _WINDOW.fullmatch(window)
-    length_s = int(found[1]) * _UNITS_S[found[2]] if found else 0
-    if not 0 < length_s <= _LONGEST_S:
-        message = (
-            f"Invalid value: {window[:64]!r}. completion_window is a whole number of minutes, hours or days "
-            "from '1m' to '7d', such as '24h'."
+    async def amend(self, request: Request, caller: Caller) -> Response:
+        """Change what is asked by the requests that have not run yet."""
+        batch = await self._asked_for(request, caller)
+        wanted = read_as(await read_body(request, 1 << 20), AmendBatch)
+        if "model" in wanted.body:
+            message = "Give another model as 'model', beside 'body'."
+            raise ApiError(400, message, code="invalid_value", param="body.model")
+        if wanted.body.get("stream"):
+            message = "Streaming is not supported in a batch."
+            raise ApiError(400, message, code="invalid_value", param="body.stream")
+        amendment = Amendment(
+            wanted.body, wanted.model, [(one.find, one.with_) for one in wanted.replace_text]
         )
+        if not amendment.record():
+            raise missing("body")
+        if wanted.model is not None:
+            served = served_to(caller, self._host, wanted.model)
+            if batch.settings["endpoint"] not in served.engine.capabilities.endpoints:
+                message = f"The model {wanted.model!r} does not answer {batch.settings['endpoint']}."
+                raise ApiError(400, message, code="unsupported_endpoint", param="model")
+        changed = await self._host.acts.amend(caller.tenant, batch.id, amendment)
+        return json_response(await show(self._host, changed))
+
+    async def retry(self, request: Request, caller: Caller) -> Response:
+        """A new Batch of the requests that failed or never ran."""
+        batch = await self._asked_for(request, caller)
+        body = await read_body(request, 1 << 20)
+        wanted = read_as(body, RetryBatch) if body else RetryBatch()
+        settings = batch.settings
+        window = wanted.completion_window or settings["completion_window"]
+        new = NewBatch(
+            source=None,
+            input_file_id="",
+            endpoint=settings["endpoint"],
+            completion_window=window,
+            window_s=window_s(window),
+            metadata=settings["metadata"] if wanted.metadata is None else wanted.metadata,
+            output_expires_s=settings["output_expires_s"],
+            several_models=settings["several_models"],
+            priority=batch.priority,
+            retry_of=batch.id,
+            key_id=caller.key_id,
+        )
+        kinds = wanted.kinds
+        made = await self._host.retry(batch, new, lambda kind: kinds is None or kind in kinds)
+        if made is None:
+            message = f"No request of batch {batch.id} failed" + (" in these ways." if kinds else ".")
+            raise ApiError(409, message, code="nothing_to_retry", headers=NO_RETRY)
+        return json_response(await show(self._host, made))
+
+    async def _asked_for(self, request: Request, caller: Caller) -> BatchRecord:
+        return await self._host.get(caller.tenant, request.path_params["id"])
+
+
+def new_batch(wanted: CreateBatch, caller: Caller) -> NewBatch:
+    """What a body asks for, without its source.
+
+    Raises:
+        ApiError: it asks for no input, for two, or for an impossible window.
+    """
+    if wanted.requests is not None and wanted.input_file_id is not None:
+        message = "Give either 'input_file_id' or 'requests', not both."
+        raise ApiError(400, message, code="invalid_value", param="requests")
+    if wanted.requests is None and wanted.input_file_id is None:
+        raise missing("input_file_id")
+    canary = wanted.canary
+    return NewBatch(
+        source=None,
+        input_file_id=wanted.input_file_id or "",
+        endpoint=wanted.endpoint.value,
+        completion_window=wanted.completion_window,
+        window_s=window_s(wanted.completion_window),
+        metadata=wanted.metadata,
+        output_expires_s=None if wanted.output_expires_after is None else wanted.output_expires_after.seconds,
+        several_models=wanted.several_models,
+        priority=wanted.priority,
+        canary=None
+        if canary is None
+        else {"first": canary.first, "max_failed_share": canary.max_failed_share},
+        key_id=caller.key_id,
+    )
+
+
+def write_inline(wanted: CreateBatch, target: Incoming) -> str:
+    """Write inline requests as the lines of an input file; the SHA-256 of these."""
+    digest = hashlib.sha256()
+    for one in wanted.requests or ():
+        line = {"custom_id": one.custom_id, "method": "POST", "url": wanted.endpoint.value, "body": one.body}
+        data = msgspec.json.encode(line) + b"\n"
+        digest.update(data)
+        target.write(data)
+    return digest.hexdigest()
+
+
+def window_s(window: str) -> float:
+    """A completion window in seconds.
+
+    Raises:
+        ApiError: it is longer than a week.
+    """
+    length_s = int(window[:-1]) * _UNITS_S[window[-1]]
+    if length_s > _LONGEST_S:
+        message = f"Invalid value: {window!r}. completion_window goes from '1m' to '7d', such as '24h'."
         raise ApiError(400, message, code="invalid_value", param="completion_window")
     return length_s
 
 
-def _metadata(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise wrong_type("metadata", "an object", value)
-    if len(value) > _MAX_PAIRS:
-        message = (
-            f"Invalid 'metadata': too many properties. Expected an object with at most {_MAX_PAIRS} "
-            f"properties, but got an object with {len(value)} properties instead."
-        )
-        raise ApiError(400, message, code="object_above_max_properties", param="metadata")
-    for key, one in value.items():
-        if len(key) > _MAX_KEY:
-            message = (
-                f"Invalid property name in 'metadata': {key[:80]!r} is too long. Expected a string with "
-                f"maximum length {_MAX_KEY}, but got a string with length {len(key)} instead."
-            )
-            raise ApiError(400, message, code="property_name_above_max_length", param="metadata")
-        if not isinstance(one, str):
-            raise wrong_type(f"metadata.{key}", "a string", one)
-        if len(one) > _MAX_VALUE:
-            message = (
-                f"Invalid 'metadata.{key}': string too long. Expected a string with maximum length "
-                f"{_MAX_VALUE}, but got a string with length {len(one)} instead."
-            )
-            raise ApiError(400, message, code="string_above_max_length", param=f"metadata.{key}")
-    return value
+def _filter(request: Request) -> BatchFilter:
+    query = request.query_params
+    statuses = [one for one in query.get("status", "").split(",") if one]
+    for one in statuses:
+        if one not in set(Status):
+            message = f"Invalid value: {one[:64]!r}. Supported values are: {_STATUSES}."
+            raise ApiError(400, message, code="invalid_value", param="status")
+    metadata = {
+        key.removeprefix("metadata[").removesuffix("]"): value
+        for key, value in query.items()
+        if key.startswith("metadata[") and key.endswith("]")
+    }
+    return BatchFilter(
+        statuses,
+        query.get("model") or None,
+        metadata,
+        query_number(request, "created_after"),
+        query_number(request, "created_before"),
+    )

@@ -14,27 +14,24 @@ from typing import Any
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
 from starlette.types import Receive
 
-from batchyard.api.access import Access
+from batchyard.api.access import Caller
+from batchyard.api.bodies import read_as
 from batchyard.api.errors import ApiError, envelope
-from batchyard.api.openai.models import no_such_model
-from batchyard.api.reading import kind_of, missing, parse_object, read_body, required_string, wrong_type
+from batchyard.api.openai.models import served_to
+from batchyard.api.openai.shapes import LIVE_BODIES
+from batchyard.api.operations import Operation
+from batchyard.api.reading import read_body
 from batchyard.errors import EngineError
 from batchyard.service.hosting.host import Host
+from batchyard.service.hosting.keys import Scope
 from batchyard.service.hosting.slots import NOW, Served, SharedEngine
 from batchyard.types import Answer, Endpoint, Fault, FaultKind, Outcome, Request
 
 _MAX_BODY = 64 << 20
 #: Live requests that may wait for one model; more are told to come back.
 _MOST_WAITING = 4_096
-_NEEDS = {
-    Endpoint.CHAT: "messages",
-    Endpoint.COMPLETIONS: "prompt",
-    Endpoint.EMBEDDINGS: "input",
-    Endpoint.RESPONSES: "input",
-}
 #: The status of a dispatch that brought no answer. 503 and 504 are tried again by the SDKs.
 _STATUS = {
     FaultKind.RATE_LIMITED: 429,
@@ -47,59 +44,53 @@ _STATUS = {
 class LiveApi:
     """Requests that are answered while their client waits."""
 
-    def __init__(self, host: Host, access: Access) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._access = access
 
-    def routes(self) -> list[BaseRoute]:
+    def operations(self) -> list[Operation]:
         """What it answers to."""
-        return [Route(endpoint.value, self.answer, methods=["POST"]) for endpoint in Endpoint]
+        return [
+            Operation(
+                "POST",
+                endpoint.value,
+                self.answer,
+                f"Answer {endpoint.value.removeprefix('/v1/')} now",
+                (Scope.LIVE,),
+                body=body,
+                also=() if endpoint is Endpoint.EMBEDDINGS else ("text/event-stream",),
+            )
+            for endpoint, body in LIVE_BODIES.items()
+        ]
 
-    async def answer(self, http: HttpRequest) -> Response:
+    async def answer(self, http: HttpRequest, caller: Caller) -> Response:
         """One request, streamed where it asks for that."""
-        await self._access.tenant(http)
         endpoint = Endpoint(http.url.path)
         raw = await read_body(http, _MAX_BODY)
-        body = parse_object(raw)
-        served = self._served(endpoint, body)
-        stream = body.get("stream")
-        if stream is not None and not isinstance(stream, bool):
-            raise wrong_type("stream", "a boolean", stream)
+        asked = read_as(raw, LIVE_BODIES[endpoint])
+        served = served_to(caller, self._host, asked.model)
+        if endpoint not in served.engine.capabilities.endpoints:
+            message = f"The model {served.name!r} does not answer {endpoint.value}."
+            raise ApiError(400, message, code="unsupported_endpoint", param="model")
+        check_room(served)
         request = Request(http.state.request_id, endpoint, raw, served.name)
         engine = served.at(NOW)
-        if stream:
+        if asked.stream:
             if not served.engine.capabilities.streams or endpoint is Endpoint.EMBEDDINGS:
                 message = f"The model {served.name!r} does not stream {endpoint.value}."
                 raise ApiError(400, message, code="unsupported_value", param="stream")
             return await _streamed(engine, request)
         return _as_response(await answer_while_there(http.receive, engine, request))
 
-    def _served(self, endpoint: Endpoint, body: dict[str, Any]) -> Served:
-        name = required_string(body, "model")
-        served = self._host.models.get(name)
-        if served is None:
-            raise no_such_model(name, self._host)
-        if endpoint not in served.engine.capabilities.endpoints:
-            message = f"The model {name!r} does not answer {endpoint.value}."
-            raise ApiError(400, message, code="unsupported_endpoint", param="model")
-        needed = _NEEDS[endpoint]
-        if body.get(needed) is None:
-            raise missing(needed)
-        if endpoint is Endpoint.CHAT and not isinstance(body[needed], list):
-            raise wrong_type(needed, "an array", body[needed])
-        if isinstance(body[needed], bool | int | float):
-            raise ApiError(
-                400,
-                f"Invalid type for '{needed}': {kind_of(body[needed])} is no text.",
-                code="invalid_type",
-                param=needed,
-            )
-        if served.slots.waiting >= _MOST_WAITING:
-            message = f"{_MOST_WAITING:,} requests wait for the model {name!r} already. Try again later."
-            raise ApiError(
-                429, message, kind="rate_limit_error", code="queue_full", headers={"retry-after": "2"}
-            )
-        return served
+
+def check_room(served: Served) -> None:
+    """Make sure that one more may wait for a model.
+
+    Raises:
+        ApiError: too many do already.
+    """
+    if served.slots.waiting >= _MOST_WAITING:
+        message = f"{_MOST_WAITING:,} requests wait for the model {served.name!r} already. Try again later."
+        raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"retry-after": "2"})
 
 
 async def answer_while_there(receive: Receive, engine: SharedEngine, request: Request) -> Outcome:

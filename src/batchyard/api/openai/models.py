@@ -1,57 +1,63 @@
-"""Floor 8. `/v1/models`: what may be asked for."""
+"""Floor 8. `/v1/models`: what may be asked here."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 
-from batchyard.api.access import Access
+from batchyard.api.access import Caller
 from batchyard.api.errors import ApiError, json_response
+from batchyard.api.openai.shapes import ModelList, ModelObject
+from batchyard.api.operations import READS, Operation
 from batchyard.service.hosting.host import Host
+from batchyard.service.hosting.keys import Scope
 from batchyard.service.hosting.slots import Served
+
+_SCOPES = (Scope.LIVE, *READS)
 
 
 class ModelsApi:
-    """The models of the host."""
+    """The models of the host, as far as a key may use them."""
 
-    def __init__(self, host: Host, access: Access) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._access = access
 
-    def routes(self) -> list[BaseRoute]:
+    def operations(self) -> list[Operation]:
         """What it answers to."""
-        return [Route("/v1/models", self.list), Route("/v1/models/{model:path}", self.get)]
+        one = "/v1/models/{model:path}"
+        return [
+            Operation("GET", "/v1/models", self.list, "List models", _SCOPES, gives=ModelList),
+            Operation("GET", one, self.get, "Look at a model", _SCOPES, gives=ModelObject),
+        ]
 
-    async def list(self, request: Request) -> Response:
+    async def list(self, _: Request, caller: Caller) -> Response:
         """All models."""
-        await self._access.tenant(request)
-        return json_response({"object": "list", "data": [_shown(one) for one in self._host.models.values()]})
+        models = [one for one in self._host.models.values() if caller.may_use(one.name)]
+        return json_response(ModelList(data=[_shown(one) for one in models]))
 
-    async def get(self, request: Request) -> Response:
+    async def get(self, request: Request, caller: Caller) -> Response:
         """One model."""
-        await self._access.tenant(request)
-        name = request.path_params["model"]
-        served = self._host.models.get(name)
-        if served is None:
-            raise no_such_model(name, self._host)
-        return json_response(_shown(served))
+        return json_response(_shown(served_to(caller, self._host, request.path_params["model"])))
 
 
-def no_such_model(name: str, host: Host) -> ApiError:
-    """The error of a model that is not served."""
-    known = ", ".join(sorted(host.models))
-    message = f"The model {name[:200]!r} does not exist here. Use one of: {known}."
-    return ApiError(404, message, code="model_not_found", param="model")
+def served_to(caller: Caller, host: Host, name: str) -> Served:
+    """The model of this name, if it is served and the caller may use it.
+
+    Raises:
+        ApiError: it is not.
+    """
+    served = host.models.get(name)
+    if served is None or not caller.may_use(name):
+        known = ", ".join(one for one in sorted(host.models) if caller.may_use(one))
+        message = f"The model {name[:200]!r} does not exist here. Use one of: {known}."
+        raise ApiError(404, message, code="model_not_found", param="model")
+    return served
 
 
-def _shown(served: Served) -> dict[str, Any]:
-    return {
-        "id": served.name,
-        "object": "model",
-        "created": int(served.created_at),
-        "owned_by": f"batchyard-{served.engine.name}",
-        "endpoints": sorted(served.engine.capabilities.endpoints),
-    }
+def _shown(served: Served) -> ModelObject:
+    return ModelObject(
+        id=served.name,
+        created=int(served.created_at),
+        owned_by=f"batchyard-{served.engine.name}",
+        endpoints=sorted(served.engine.capabilities.endpoints),
+    )

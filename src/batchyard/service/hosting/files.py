@@ -1,27 +1,28 @@
 """Floor 6. Files of tenants: uploaded, written by Batches, read, deleted, expired.
 
-The content of a file lies in the state folder under its id; it is there, whole and durable, before the
-database knows of it. What a crash leaves without a record is removed at the next start.
+The content of a file is a blob under its id; it is there, whole and durable, before the database knows of
+it. What a crash leaves without a record is removed at the next start.
 """
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from batchyard.clock import Clock
+from batchyard.stores.blobs import Blobs
+from batchyard.stores.disk import as_store_error
 from batchyard.stores.files import FileTable
 from batchyard.stores.protocol import FileRecord
-from batchyard.stores.segments import as_store_error, sync_folder
 
 
 @dataclass(slots=True)
 class Incoming:
-    """A file on its way in, under a name of its own until it is whole."""
+    """Content on its way in, in a local file of its own until it is whole."""
 
     id: str
     path: Path
@@ -40,30 +41,52 @@ class Incoming:
             raise as_store_error(error, self.path) from error
         self.size += len(data)
 
+    def end(self) -> None:
+        """The content is whole.
+
+        Raises:
+            StorageFull: there is no room for it.
+        """
+        try:
+            self.handle.close()
+        except OSError as error:
+            raise as_store_error(error, self.path) from error
+
     def discard(self) -> None:
         """Forget it. Safe to call twice, and after it was kept."""
-        self.handle.close()
+        # On a full disk, what was buffered has no room either.
+        with suppress(OSError):
+            self.handle.close()
         self.path.unlink(missing_ok=True)
 
 
 class Files:
     """The files of one server."""
 
-    def __init__(self, table: FileTable, folder: Path, clock: Clock) -> None:
+    def __init__(self, table: FileTable, blobs: Blobs, clock: Clock) -> None:
         self._table = table
-        self._folder = folder
+        self._blobs = blobs
         self._clock = clock
 
-    def path(self, file_id: str) -> Path:
-        """Where the content of a file lies."""
-        return self._folder / file_id
+    @staticmethod
+    def blob(file_id: str) -> str:
+        """What the content of a file is called among the blobs."""
+        return f"files/{file_id}"
 
-    def begin(self) -> Incoming:
-        """A place for a new file."""
-        file_id = f"file-{uuid.uuid4().hex[:24]}"
-        part = self._folder / f".{file_id}.part"
+    def path(self, file_id: str) -> Path:
+        """A local file with the content.
+
+        Raises:
+            BlobNotFound: it is gone.
+        """
+        return self._blobs.local(self.blob(file_id))
+
+    def begin(self, prefix: str = "file-") -> Incoming:
+        """A place for new content."""
+        new_id = f"{prefix}{uuid.uuid4().hex[:24]}"
+        part = self._blobs.spool / f"{new_id}.part"
         try:
-            return Incoming(file_id, part, part.open("wb", buffering=1 << 16))
+            return Incoming(new_id, part, part.open("wb", buffering=1 << 18))
         except OSError as error:
             raise as_store_error(error, part) from error
 
@@ -75,6 +98,22 @@ class Files:
         Raises:
             StorageFull: there is no room for it.
         """
+        self.store(incoming)
+        return self.enter(incoming, tenant, purpose=purpose, filename=filename, expires_s=expires_s)
+
+    def store(self, incoming: Incoming) -> None:
+        """Make *incoming* durable. Touches no database, so it may run in any thread.
+
+        Raises:
+            StorageFull: there is no room for it.
+        """
+        incoming.end()
+        self._blobs.put_file(self.blob(incoming.id), incoming.path)
+
+    def enter(
+        self, incoming: Incoming, tenant: str, *, purpose: str, filename: str, expires_s: float | None
+    ) -> FileRecord:
+        """Make content known that has been made durable."""
         now = self._clock.wall()
         record = FileRecord(
             incoming.id,
@@ -85,14 +124,6 @@ class Files:
             now,
             None if expires_s is None else now + expires_s,
         )
-        try:
-            incoming.handle.flush()
-            os.fsync(incoming.handle.fileno())
-            incoming.handle.close()
-            incoming.path.replace(self.path(incoming.id))
-            sync_folder(self._folder)
-        except OSError as error:
-            raise as_store_error(error, incoming.path) from error
         self._table.add([record])
         return record
 
@@ -124,16 +155,16 @@ class Files:
     def delete(self, record: FileRecord) -> None:
         """Forget a file, then remove its content; whoever reads it now reads it to its end."""
         self._table.remove(record.id)
-        self.path(record.id).unlink(missing_ok=True)
+        self._blobs.delete(self.blob(record.id))
 
     def sweep(self) -> None:
         """Delete files whose time is over."""
         for record in self._table.expired(self._clock.wall()):
             self.delete(record)
 
-    def tidy(self, kept: Iterable[str]) -> None:
-        """At start: remove content that no record and none of *kept* speaks of, left by a crash."""
-        known = {*self._table.known(), *kept}
-        for path in self._folder.iterdir():
-            if path.name not in known:
-                path.unlink(missing_ok=True)
+    def tidy(self) -> None:
+        """Remove content that no record speaks of, left by a crash; only while nobody else works here."""
+        known = self._table.known()
+        for name in list(self._blobs.names("files/")):
+            if name.removeprefix("files/") not in known:
+                self._blobs.delete(name)

@@ -7,36 +7,47 @@ import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from batchyard.clock import Clock, SystemClock
-from batchyard.errors import BatchNotFound, InvalidTransition
+from batchyard.errors import BatchNotFound, StoreError
 from batchyard.events import EventBus
-from batchyard.service.hosting.files import Files
-from batchyard.service.hosting.journey import Journey, own_input
+from batchyard.service.hosting.acts import Acts
+from batchyard.service.hosting.admission import check_input
+from batchyard.service.hosting.courier import Courier
+from batchyard.service.hosting.files import Files, Incoming
+from batchyard.service.hosting.journeys import Journeys
 from batchyard.service.hosting.keys import Keys
-from batchyard.service.hosting.shelf import Limits, Shelf
+from batchyard.service.hosting.reader import BatchCounts, Reader
+from batchyard.service.hosting.retried import write_retried
+from batchyard.service.hosting.shelf import Limits, Place, Shelf, input_name
 from batchyard.service.hosting.slots import Served
-from batchyard.service.lifecycle import TERMINAL, Action, Status, step
-from batchyard.stores.protocol import BatchRecord
-from batchyard.types import Usage
+from batchyard.service.hosting.uploads import Uploads
+from batchyard.service.hosting.webhooks import Webhooks
+from batchyard.service.intake.spans import Registration
+from batchyard.service.lifecycle import TERMINAL, Status
+from batchyard.stores.blobs import BlobNotFound
+from batchyard.stores.protocol import BatchFilter, BatchRecord, Enqueued, KeyRecord
 
 T = TypeVar("T")
 
 _SWEEP_S = 30.0
 #: What ids of Batches begin with, by dialect.
 _PREFIXES = {"openai": "batch_", "anthropic": "msgbatch_"}
+_ENDED = sorted(TERMINAL)
 
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
     """What a tenant asks for."""
 
-    #: Where the requests lie until the Batch has its own name for them; None where they cannot be found.
-    source: Path | None
+    #: The file, or the content that the Batch takes for its own; None where there is no such file.
+    source: str | Incoming | None
     input_file_id: str
     endpoint: str
     #: As the tenant wrote it, such as `24h`, and in seconds.
@@ -49,6 +60,14 @@ class NewBatch:
     several_models: bool = False
     #: How many requests there are, where that is known.
     total: int | None = None
+    priority: int = 0
+    #: `first` so many requests run alone, and the rest only if at most `max_failed_share` of them fail.
+    canary: Mapping[str, Any] | None = None
+    #: The Batch whose failed requests these are.
+    retry_of: str | None = None
+    key_id: str | None = None
+    #: Of a file made for it alone: the SHA-256 of its content, which says what was asked better than its id.
+    content: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """What the store keeps of it."""
@@ -60,49 +79,64 @@ class NewBatch:
             "output_expires_s": self.output_expires_s,
             "several_models": self.several_models,
             "total": self.total,
+            "canary": self.canary,
+            "retry_of": self.retry_of,
         }
 
 
-@dataclass(frozen=True, slots=True)
-class BatchCounts:
-    """What became of the requests of a Batch so far; those that never ran are in neither count."""
-
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    usage: Usage = field(default_factory=Usage)
+class IdempotencyConflict(Exception):  # noqa: N818 - names what failed
+    """The idempotency key was used for another request before."""
 
 
 class Host:
     """Keeps every Batch of a state folder moving while the server runs.
 
     Args:
-        folder: where everything is kept; one host at a time.
+        place: where everything is kept; a folder alone is for one host at a time.
         models: what Batches and live requests may ask for; their engines are started by `open`.
+        private_webhooks: deliver webhooks to private addresses and over plain HTTP too.
 
     Raises:
-        StoreError: the folder cannot be used, or another process works on it.
+        StoreError: the place cannot be used, or another process works on it alone.
     """
 
     def __init__(
         self,
-        folder: Path,
+        place: Path | Place,
         models: Sequence[Served],
         *,
         limits: Limits | None = None,
         clock: Clock | None = None,
         events: EventBus | None = None,
+        private_webhooks: bool = False,
     ) -> None:
         self.clock = clock or SystemClock()
         self.limits = limits or Limits()
-        self._shelf = Shelf(folder, models, self.limits, self.clock, events or EventBus())
-        self._journeys: dict[str, tuple[Journey, asyncio.Task[None]]] = {}
-        self._sweeper: asyncio.Task[None] | None = None
+        self.events = events or EventBus()
+        where = Place(place) if isinstance(place, Path) else place
+        self._shelf = Shelf(where, models, self.limits, self.clock, self.events)
+        self._journeys = Journeys(self._shelf)
+        #: Looks at Batches, and acts on them.
+        self.reader = Reader(self._shelf, self._journeys)
+        self.acts = Acts(self._shelf, self._journeys, self.reader)
+        self.courier = Courier(self._shelf.webhooks, self.kept, self.clock, allow_private=private_webhooks)
+        self._errands: list[asyncio.Task[None]] = []
         self._closing = False
 
     def __repr__(self) -> str:
         moving = len(self._journeys)
         return f"<Host {self._shelf.folder.path} [{len(self.models)} models, {moving} batches moving]>"
+
+    @property
+    def where(self) -> str:
+        """Where everything is kept, in words that hold no password."""
+        shelf = self._shelf
+        named = [str(shelf.folder.path)]
+        if shelf.shared:
+            named.append(shelf.store.database.name)
+        if shelf.remote is not None:
+            named.append(repr(shelf.remote).strip("<>"))
+        return ", ".join(named)
 
     @property
     def models(self) -> Mapping[str, Served]:
@@ -115,13 +149,23 @@ class Host:
         return self._shelf.files
 
     @property
+    def uploads(self) -> Uploads:
+        """The uploads of all tenants; call it through `kept`."""
+        return self._shelf.uploads
+
+    @property
+    def webhooks(self) -> Webhooks:
+        """The webhook endpoints of all tenants; call it through `kept`."""
+        return self._shelf.webhooks
+
+    @property
     def keys(self) -> Keys:
         """The keys of all tenants; call it through `kept`."""
         return self._shelf.keys
 
     async def kept(self, call: Callable[[], T]) -> T:
         """Run *call* in the one thread that may touch the store."""
-        return await asyncio.get_running_loop().run_in_executor(self._shelf.keeper, call)
+        return await self._shelf.kept(call)
 
     # --- the life of the host ---------------------------------------------------------------------
 
@@ -131,7 +175,7 @@ class Host:
         Raises:
             EngineError: an engine cannot be used.
         """
-        if self._sweeper is not None:
+        if self._errands:
             return
         started: list[Served] = []
         try:
@@ -143,26 +187,21 @@ class Host:
                 await served.engine.close()
             self._shelf.close()
             raise
-        batches = await self.kept(self._shelf.store.batches)
-        await self.kept(lambda: self.files.tidy(()))
-        for batch in batches:
-            if Status(batch.status) not in TERMINAL | {Status.PAUSED}:
-                self._set_out(batch.id)
-        self._sweeper = asyncio.create_task(self._sweep())
+        for batch_id, status, _ in await self.kept(lambda: self._shelf.store.moving(_ENDED)):
+            if Status(status) is not Status.PAUSED:
+                self._journeys.set_out(batch_id)
+        errands = (self._sweep(), self._journeys.watch(), self.courier.run())
+        self._errands = [asyncio.create_task(one) for one in errands]
 
     async def close(self) -> None:
         """Stop dispatching, keep everything that is finished, end the engines. Safe to call twice."""
         if self._closing:
             return
         self._closing = True
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-        for journey, _ in self._journeys.values():
-            journey.stop()
-        tasks = [task for _, task in self._journeys.values()]
-        if self._sweeper is not None:
-            tasks.append(self._sweeper)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in self._errands:
+            task.cancel()
+        await asyncio.gather(*self._errands, return_exceptions=True)
+        await self._journeys.close()
         for served in self.models.values():
             await served.engine.close()
         self._shelf.close()
@@ -170,26 +209,19 @@ class Host:
     async def _sweep(self) -> None:
         while True:
             await self.clock.sleep(_SWEEP_S)
-            await self.kept(self.files.sweep)
-            now = self.clock.wall()
-            for batch in await self.kept(self._shelf.store.batches):
-                late = batch.deadline_at is not None and batch.deadline_at <= now
-                if late and Status(batch.status) is Status.PAUSED:
-                    # Its window closes all the same: on its way again, each open request gets its line.
-                    await self._act(batch.tenant, batch.id, Action.RESUME, batch.dialect)
+            # What cannot be done now is done at the next round.
+            with suppress(StoreError):
+                await self.kept(self.files.sweep)
+                await self.kept(self.uploads.sweep)
+                await asyncio.to_thread(self._shelf.blobs.sweep)
+                await self._end_late_pauses()
 
-    def _set_out(self, batch_id: str) -> None:
-        if self._closing or batch_id in self._journeys:
-            return
-        journey = Journey(self._shelf, batch_id)
-        task = asyncio.create_task(journey.run(), name=f"batch {batch_id}")
-        self._journeys[batch_id] = (journey, task)
-        task.add_done_callback(lambda _: self._arrived(batch_id, journey))
-
-    def _arrived(self, batch_id: str, journey: Journey) -> None:
-        found = self._journeys.get(batch_id)
-        if found is not None and found[0] is journey:
-            del self._journeys[batch_id]
+    async def _end_late_pauses(self) -> None:
+        for batch_id, status, _ in await self.kept(lambda: self._shelf.store.moving(_ENDED)):
+            if Status(status) is Status.PAUSED:
+                batch = await self.kept(partial(self._shelf.store.get, batch_id))
+                if batch.deadline_at is not None and batch.deadline_at <= self.clock.wall():
+                    await self.acts.let_expire(batch)
 
     # --- create ---------------------------------------------------------------------------------
 
@@ -198,42 +230,95 @@ class Host:
     ) -> BatchRecord:
         """A new Batch; its input is checked in the background.
 
-        With an *idempotency_key* that the tenant has used before, the Batch that it made, whatever is
-        *wanted* now.
+        With an *idempotency_key* that the tenant has used before, the Batch that it made.
 
         Raises:
+            IdempotencyConflict: that Batch was made of something else.
             StorageFull: there is no room to remember it.
         """
         name = uuid.uuid4().hex
         if idempotency_key is not None:
-            name = hashlib.sha256(f"{tenant}\0{idempotency_key}".encode()).hexdigest()
+            name = hashlib.sha256(f"{tenant}\0{idempotency_key}".encode(errors="surrogatepass")).hexdigest()
         batch_id = f"{_PREFIXES[wanted.dialect]}{name[:24]}"
         now = self.clock.wall()
-        target = self._shelf.input_of(batch_id)
+        # Settings may change later; what was asked for is told by its digest.
+        asked_for = {**wanted.settings(), "priority": wanted.priority}
+        if wanted.content is not None:
+            asked_for["input_file_id"] = wanted.content
+        asked = hashlib.sha256(msgspec.json.encode(asked_for)).hexdigest()
         record = BatchRecord(
             batch_id,
             Status.VALIDATING,
             now,
-            str(target),
-            wanted.settings(),
+            input_name(batch_id),
+            {**wanted.settings(), "asked": asked},
             deadline_at=now + wanted.window_s,
             tenant=tenant,
             dialect=wanted.dialect,
+            priority=wanted.priority,
+            key_id=wanted.key_id,
         )
 
         def remember() -> BatchRecord:
             if idempotency_key is not None:
                 with suppress(BatchNotFound):
                     return self._shelf.store.get(batch_id)
-            own_input(wanted.source, target)
-            self._shelf.store.create(record)
-            return record
+            self._take_input(wanted.source, record)
+            return record if self._shelf.store.create(record) else self._shelf.store.get(batch_id)
 
         made = await self.kept(remember)
+        if made.settings.get("asked") != asked:
+            raise IdempotencyConflict
         if made is record:
             self._shelf.tell(record)
-            self._set_out(batch_id)
+            self._journeys.set_out(batch_id)
         return made
+
+    def _take_input(self, source: str | Incoming | None, record: BatchRecord) -> None:
+        """Give a Batch its own name for its input, so that deleting the file does not take it away."""
+        if isinstance(source, Incoming):
+            source.end()
+            self._shelf.blobs.put_file(record.input_path, source.path)
+        elif source is not None:
+            # Without its file it fails when it is validated, and says so.
+            with suppress(BlobNotFound):
+                self._shelf.blobs.copy(self.files.blob(source), record.input_path)
+
+    async def retry(
+        self, batch: BatchRecord, wanted: NewBatch, chosen: Callable[[str], bool]
+    ) -> BatchRecord | None:
+        """A new Batch of those requests of an ended one that failed in a *chosen* way (kind of failure).
+
+        They are asked as they were asked last, amendments included. None where there are none.
+
+        Raises:
+            InvalidTransition: the Batch has not ended, or its input or results are deleted.
+        """
+        file = await self.retried_input(batch, chosen)
+        if file is None:
+            return None
+        return await self.create(batch.tenant, replace(wanted, source=file, input_file_id=file))
+
+    async def retried_input(self, batch: BatchRecord, chosen: Callable[[str], bool]) -> str | None:
+        """The id of a new file with the requests of `retry`."""
+        incoming = self.files.begin()
+        try:
+            count = await write_retried(self._shelf, self.reader, batch, incoming, chosen)
+            if not count:
+                return None
+            await asyncio.to_thread(self.files.store, incoming)
+            record = await self.kept(
+                lambda: self.files.enter(
+                    incoming,
+                    batch.tenant,
+                    purpose="batch",
+                    filename=f"{batch.id}_retry.jsonl",
+                    expires_s=self.limits.batch_file_expires_s,
+                )
+            )
+        finally:
+            incoming.discard()
+        return record.id
 
     # --- query ----------------------------------------------------------------------------------
 
@@ -243,10 +328,7 @@ class Host:
         Raises:
             BatchNotFound: there is none; another tenant's is none either, nor is one of another dialect.
         """
-        batch = await self.kept(lambda: self._shelf.store.get(batch_id))
-        if (batch.tenant, batch.dialect) != (tenant, dialect):
-            raise BatchNotFound(f"There is no Batch {batch_id!r}.")
-        return batch
+        return await self.reader.get(tenant, batch_id, dialect)
 
     async def page(
         self,
@@ -255,113 +337,33 @@ class Host:
         *,
         dialect: str = "openai",
         after: BatchRecord | None = None,
-        statuses: Sequence[str] = (),
+        before: BatchRecord | None = None,
+        wanted: BatchFilter | None = None,
     ) -> list[BatchRecord]:
-        """Up to *limit* Batches that come after *after*, newest first."""
-        page = partial(self._shelf.store.page, tenant, dialect, limit, after=after, statuses=statuses)
-        return await self.kept(page)
+        """Up to *limit* Batches, newest first: those after *after*, or those next before *before*."""
+        page = partial(self._shelf.store.page, tenant, dialect, limit, after=after, before=before)
+        return await self.kept(partial(page, wanted=wanted or BatchFilter()))
 
     async def counts(self, batch: BatchRecord) -> BatchCounts:
         """What became of its requests so far."""
-        journey = self._journeys.get(batch.id)
-        progress = None if journey is None else journey[0].progress
-        if progress is not None and Status(batch.status) not in TERMINAL:
-            kinds = progress.failed_by_kind
-            never_ran = kinds.get("batch_cancelled", 0) + kinds.get("batch_expired", 0)
-            return BatchCounts(batch.total, progress.succeeded, progress.failed - never_ran, progress.usage)
-        found = await self.kept(lambda: self._shelf.store.counts(batch.id))
-        return BatchCounts(batch.total, found.succeeded, found.failed - batch.never_ran, found.usage)
+        return await self.reader.counts(batch)
 
-    def note(self, batch_id: str) -> str | None:
-        """Why a Batch does not move, in words; None while it does."""
-        found = self._journeys.get(batch_id)
-        if found is None:
-            return None
-        journey = found[0]
-        return journey.note if journey.worker is None else journey.worker.note
-
-    # --- act ------------------------------------------------------------------------------------
-
-    async def cancel(self, tenant: str, batch_id: str, dialect: str = "openai") -> BatchRecord:
-        """Stop a Batch: what runs is cancelled, what is finished is kept, the rest gets its line.
+    async def look_ahead(
+        self, tenant: str, wanted: NewBatch, content: Incoming | None, key: KeyRecord | None
+    ) -> Registration:
+        """What is in the input of a Batch that is not made yet: *content*, or the file that is *wanted*.
 
         Raises:
-            BatchNotFound: there is none.
-            InvalidTransition: it has ended.
+            InvalidInput: the Batch would be refused.
         """
-        return await self._act(tenant, batch_id, Action.CANCEL, dialect)
+        path = None if content is None else content.path
+        if content is None:
+            file = await self.kept(lambda: self.files.get(tenant, wanted.input_file_id))
+            with suppress(BlobNotFound):
+                path = None if file is None else await asyncio.to_thread(self.files.path, file.id)
+        found, _ = await asyncio.to_thread(check_input, self._shelf, path, wanted.settings(), key)
+        return found
 
-    async def pause(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Dispatch nothing more of a Batch until it is resumed; its window goes on.
-
-        Raises:
-            BatchNotFound: there is none.
-            InvalidTransition: it is not in progress.
-        """
-        return await self._act(tenant, batch_id, Action.PAUSE)
-
-    async def resume(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Go on with a paused Batch.
-
-        Raises:
-            BatchNotFound: there is none.
-            InvalidTransition: it is not paused.
-        """
-        return await self._act(tenant, batch_id, Action.RESUME)
-
-    async def delete(self, tenant: str, batch_id: str, dialect: str = "openai") -> None:
-        """Forget a Batch that has ended, its result files included.
-
-        Raises:
-            BatchNotFound: there is none.
-            InvalidTransition: it has not ended.
-        """
-        batch = await self.get(tenant, batch_id, dialect)
-        if Status(batch.status) not in TERMINAL:
-            raise InvalidTransition(f"Batch {batch_id} has not ended. Cancel it first.")
-
-        def forget() -> None:
-            self._shelf.store.delete(batch_id)
-            for file_id in (batch.output_file_id, batch.error_file_id):
-                record = None if file_id is None else self.files.get(tenant, file_id)
-                if record is not None:
-                    self.files.delete(record)
-
-        await self.kept(forget)
-
-    async def _act(self, tenant: str, batch_id: str, action: Action, dialect: str = "openai") -> BatchRecord:
-        for _ in range(10):
-            batch = await self.get(tenant, batch_id, dialect)
-            status = Status(batch.status)
-            target = step(status, action)
-            if target is status:
-                return batch
-            changes: dict[str, Any] = {}
-            if action is Action.CANCEL:
-                changes["cancelling_at"] = self.clock.wall()
-            moved = await self.kept(partial(self._shelf.store.move, batch_id, status, target, **changes))
-            if moved:
-                batch = await self.get(tenant, batch_id, dialect)
-                self._shelf.tell(batch)
-                await self._follow(batch_id)
-                return batch
-        raise InvalidTransition(f"Batch {batch_id} keeps changing. Try again.")
-
-    async def _follow(self, batch_id: str) -> None:
-        """Make its journey heed a new status, whether one is under way or not."""
-        found = self._journeys.get(batch_id)
-        if found is None:
-            self._set_out(batch_id)
-            return
-        journey, task = found
-        journey.nudge()
-
-        def set_out_again(_: asyncio.Task[None]) -> None:
-            # It may have been about to end, as for a pause, when the status changed again.
-            asyncio.get_running_loop().call_soon(self._go_on, batch_id)
-
-        task.add_done_callback(set_out_again)
-
-    def _go_on(self, batch_id: str) -> None:
-        if not self._closing:
-            self._set_out(batch_id)
+    async def enqueued(self, tenant: str, model: str | None = None) -> Enqueued:
+        """What a tenant has in Batches that have not ended."""
+        return await self.kept(lambda: self._shelf.store.enqueued(tenant, _ENDED, model))

@@ -1,46 +1,49 @@
 """Floor 6. One Batch on its way through a server: validate, work, join, and over again until it has ended.
 
-Whatever stops a step, a crash included, the next journey goes on from what the store says. All calls of
-the store are made in the keeper's thread.
+Whatever stops a step, a crash included, the next journey goes on from what the store says. Where several
+processes share a database each has a journey for the same Batch: chunks are worked on by all of them, and
+what must be done once is done by the one that holds the Batch. All calls of the store are made in the
+keeper's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from batchyard.engines.protocol import Engine
 from batchyard.errors import (
     BatchyardError,
     InputChanged,
     InvalidInput,
     InvalidTransition,
-    LineError,
-    UsageError,
+    StoreError,
 )
+from batchyard.scheduling.canary import CanaryPolicy
+from batchyard.service.hosting.admission import check_input, tokens_of
+from batchyard.service.hosting.amendments import amending
+from batchyard.service.hosting.keys import may_use
 from batchyard.service.hosting.shelf import Shelf
-from batchyard.service.hosting.slots import RoutedEngine
+from batchyard.service.hosting.slots import RoutedEngine, SharedEngine, Urgency
 from batchyard.service.input_file import InputFile
-from batchyard.service.intake.registration import IntakeRules, Registration, register
+from batchyard.service.intake.spans import Registration
 from batchyard.service.join import Joined, Order, SegmentsDamaged, join_committed
 from batchyard.service.lifecycle import TERMINAL, Action, Status, step
-from batchyard.service.worker import Progress, Stop, Worker, WorkPlan
-from batchyard.stores.protocol import BatchRecord, ChunkRecord, FileRecord
-from batchyard.stores.segments import as_store_error, sync_folder
-from batchyard.types import Endpoint
-
-T = TypeVar("T")
+from batchyard.service.work_plan import Progress, Stop, WorkPlan
+from batchyard.service.worker import Worker
+from batchyard.stores.blobs import BlobNotFound
+from batchyard.stores.protocol import BatchRecord, ChunkRecord, FileRecord, KeyRecord, NoRoom, Room
 
 CANCELLED = ("batch_cancelled", "This request was not run, because the batch was cancelled before.")
 #: Pauses between attempts at a Batch that cannot be worked on for now, in seconds.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
+#: How long another process may take before it is looked at again what it has done.
+_OTHERS_S = 1.0
+_OTHERS = Stop("others", "Another server process works on the rest.")
 
 
 class Journey:
@@ -53,32 +56,49 @@ class Journey:
     def __init__(self, shelf: Shelf, batch_id: str) -> None:
         self._shelf = shelf
         self.id = batch_id
+        #: As it was when last looked at.
+        self.batch: BatchRecord | None = None
+        #: The key that it was made with, as last looked at.
+        self.key: KeyRecord | None = None
         #: While its requests are dispatched.
         self.worker: Worker | None = None
         #: What the last worker had counted, for as long as no other one counts on.
         self.progress: Progress | None = None
         #: Why it does not move, in words; None while it does.
         self.note: str | None = None
+        self._engine: SharedEngine | RoutedEngine | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._stopping = False
         self._nudge = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<Journey {self.id} [{'working' if self.worker else self.note or 'between steps'}]>"
 
-    def nudge(self) -> None:
-        """Its status was changed from outside: look again now."""
+    async def heed(self) -> None:
+        """Something about it was changed from outside: act on it now."""
         self._nudge.set()
-        if self.worker is not None:
-            asyncio.get_running_loop().create_task(self._heed(self.worker))
-
-    async def _heed(self, worker: Worker) -> None:
-        status = Status((await self._get()).status)
-        if worker is not self.worker:
+        worker = self.worker
+        if worker is None:
             return
+        before, batch = self.batch, await self._get()
+        withdrawn = await self._shelf.kept(lambda: self._shelf.store.withdrawn(self.id))
+        if worker is not self.worker or before is None:
+            return
+        self.batch = batch
+        status = Status(batch.status)
         if status is Status.CANCELLING and worker.closed_with is None:
             worker.close(*CANCELLED)
         elif status is Status.PAUSED:
             worker.stop("paused", "Paused.")
+        elif batch.model != before.model:
+            worker.stop("amended", "Another model is asked from now on.")
+        else:
+            if (change := amending(batch.amendments[len(before.amendments) :])) is not None:
+                worker.amend(change)
+            worker.withdraw(withdrawn)
+            worker.expire_at(batch.deadline_at)
+            assert self._engine is not None
+            self._engine.urgency = _urgency(batch)
 
     def stop(self) -> None:
         """The server stops: keep what is finished and end."""
@@ -92,57 +112,95 @@ class Journey:
         pause_s = _FIRST_PAUSE_S
         while not self._stopping:
             self._nudge.clear()
-            batch = await self._get()
-            status = Status(batch.status)
-            if status in TERMINAL or status is Status.PAUSED:
-                return
             try:
+                batch = self.batch = await self._get()
+                status = Status(batch.status)
+                if status in TERMINAL or status is Status.PAUSED:
+                    return
                 stop = await self._step(batch, status)
             except InvalidTransition:
                 # Its status was changed meanwhile: look again.
                 continue
             except BatchyardError as error:
                 stop = Stop("failed", str(error))
-            if stop is None or stop.reason in {"interrupted", "paused"}:
+            if stop is None or stop.reason in {"interrupted", "paused", "amended", "canary"}:
                 pause_s, self.note = _FIRST_PAUSE_S, None
                 continue
-            self.note = stop.message
+            wait_s = _OTHERS_S if stop is _OTHERS or stop.reason == "no_room" else pause_s
+            if stop is _OTHERS:
+                pause_s, self.note = _FIRST_PAUSE_S, None
+            else:
+                self.note = stop.message
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._nudge.wait(), pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                await asyncio.wait_for(self._nudge.wait(), wait_s)
 
     async def _step(self, batch: BatchRecord, status: Status) -> Stop | None:
         if status is Status.VALIDATING or (status is Status.CANCELLING and not batch.total):
-            await self._validate(batch)
-            return None
+            async with self._holding() as held:
+                return await self._validate(await self._get()) if held else _OTHERS
         if status is Status.FINALIZING:
-            await self._finish(batch)
-            return None
-        stop = await self._work(batch)
-        if stop is None:
-            batch = await self._get()
-            if Status(batch.status) is Status.CANCELLING:
-                await self._finish(batch)
-            else:
-                await self._move(batch, Action.FINALIZE, finalizing_at=self._shelf.clock.wall())
-        return stop
+            async with self._holding() as held:
+                return await self._finish(await self._get()) if held else _OTHERS
+        if batch.settings.get("canary") and not batch.canary_passed and status is Status.IN_PROGRESS:
+            # The first requests are counted in one place.
+            async with self._holding() as held:
+                stop = await self._work(await self._get()) if held else _OTHERS
+        else:
+            stop = await self._work(batch)
+        if stop is not None:
+            return stop
+        if await self._shelf.kept(lambda: self._shelf.store.remaining(self.id)):
+            return _OTHERS
+        batch = await self._get()
+        if Status(batch.status) is Status.CANCELLING:
+            async with self._holding() as held:
+                return await self._finish(batch) if held else _OTHERS
+        await self._move(batch, Action.FINALIZE, finalizing_at=self._shelf.clock.wall())
+        return None
+
+    @asynccontextmanager
+    async def _holding(self) -> AsyncIterator[bool]:
+        """Hold the Batch for the block, if no other process does; whether it is held."""
+        shelf = self._shelf
+
+        def hold() -> bool:
+            return shelf.store.hold(self.id, shelf.owner, shelf.clock.wall(), shelf.lease_s)
+
+        async def keep_holding() -> None:
+            while True:
+                await shelf.clock.sleep(shelf.lease_s / 3)
+                with suppress(StoreError):
+                    await shelf.kept(hold)
+
+        if not await shelf.kept(hold):
+            yield False
+            return
+        keeping = asyncio.create_task(keep_holding())
+        try:
+            yield True
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            with suppress(StoreError):
+                await shelf.kept(lambda: shelf.store.let_go(self.id, shelf.owner))
 
     # --- validate -------------------------------------------------------------------------------
 
-    async def _validate(self, batch: BatchRecord) -> None:
+    async def _validate(self, batch: BatchRecord) -> Stop | None:
         """Register the requests; one cancelled meanwhile needs them too, to give each its line."""
         shelf = self._shelf
         status = Status(batch.status)
+        key = await self._look_at_key(batch)
         try:
-            found, model = await asyncio.to_thread(self._register, batch)
+            found, model = await asyncio.to_thread(self._check, batch, key)
         except InvalidInput as refused:
             if status is Status.CANCELLING:
-                await self._move(batch, Action.COMPLETE, ended_at=shelf.clock.wall())
+                await self._end(batch, Action.COMPLETE)
             else:
-                errors = [asdict(error) for error in refused.errors]
-                await self._move(batch, Action.REFUSE, ended_at=shelf.clock.wall(), errors=errors)
-            await asyncio.to_thread(shelf.forget_work, self.id)
-            return
+                await self._end(batch, Action.REFUSE, errors=[asdict(error) for error in refused.errors])
+            await asyncio.to_thread(shelf.forget_work, batch)
+            return None
         chunks = [
             ChunkRecord(self.id, one.no, one.offset, one.length, one.first_index, one.first_line, one.count)
             for one in found.chunks
@@ -153,168 +211,201 @@ class Journey:
             "input_sha256": found.sha256,
             "total": found.total,
             "model": model,
+            "enqueued_tokens": tokens_of(found),
         }
-        target = status
+        target, room = status, None
         if status is Status.VALIDATING:
             target = step(status, Action.ACCEPT)
             changes["in_progress_at"] = shelf.clock.wall()
-        await self._kept(partial(shelf.store.register, self.id, status, target, chunks, **changes))
-        shelf.tell(await self._get())
-
-    def _register(self, batch: BatchRecord) -> tuple[Registration, str | None]:
-        settings = batch.settings
-        source = Path(batch.input_path)
-        if not source.exists():
-            message = f"Cannot find file {settings['input_file_id']}, or you have no access to it."
-            raise InvalidInput([LineError("invalid_request", message, None, "file_id")])
-        endpoint = Endpoint(settings["endpoint"])
-        rules = IntakeRules(
-            endpoints=frozenset([endpoint]), several_models=settings["several_models"], same_endpoint=True
-        )
+            if key is not None and (key.max_batches or key.max_enqueued_tokens):
+                room = Room(batch.tenant, sorted(TERMINAL), key.max_batches, key.max_enqueued_tokens)
         try:
-            found = register(source, rules)
-        except (UsageError, InputChanged) as error:
-            raise InvalidInput([LineError("invalid_request", str(error))]) from error
-        most = self._shelf.limits.max_requests if settings["total"] is None else settings["total"]
-        if found.total > most:
-            message = f"The input holds {found.total:,} requests; a batch takes {most:,}. Split it."
-            raise InvalidInput([LineError("too_many_tasks", message)])
-        if settings["several_models"]:
-            return found, None
-        (model,) = found.models
-        served = self._shelf.models.get(model)
-        line = found.chunks[0].first_line
-        if served is None:
-            known = ", ".join(sorted(self._shelf.models))
-            message = f"The provided model {model!r} is not served here. Use one of: {known}."
-            raise InvalidInput([LineError("model_not_found", message, line, "body.model")])
-        if endpoint not in served.engine.capabilities.endpoints:
-            message = f"The model {model!r} does not answer {endpoint.value}."
-            raise InvalidInput([LineError("invalid_request", message, line, "url")])
-        return found, served.name
+            await shelf.kept(
+                partial(shelf.store.register, self.id, status, target, chunks, room=room, **changes)
+            )
+        except NoRoom:
+            message = "It waits until batches before it have ended: as much as its key allows is enqueued."
+            return Stop("no_room", message)
+        shelf.tell(await self._get())
+        return None
+
+    def _check(self, batch: BatchRecord, key: KeyRecord | None) -> tuple[Registration, str | None]:
+        try:
+            source = self._shelf.input_of(batch)
+        except BlobNotFound:
+            source = None
+        return check_input(self._shelf, source, batch.settings, key)
+
+    async def _look_at_key(self, batch: BatchRecord) -> KeyRecord | None:
+        if batch.key_id is not None:
+            found = await self._shelf.kept(lambda: self._shelf.keys.standing([batch.key_id or ""]))
+            self.key = found.get(batch.key_id)
+        return self.key
 
     # --- work -----------------------------------------------------------------------------------
 
     async def _work(self, batch: BatchRecord) -> Stop | None:
-        """Dispatch what has no result yet; None when every request has one."""
+        """Dispatch what can be claimed and has no result yet; None when there is no more of that."""
         shelf = self._shelf
-        urgency = batch.deadline_at or batch.created_at
-        engine: Engine
+        self.batch = batch
+        await self._look_at_key(batch)
         if batch.model is None:
-            engine = RoutedEngine(shelf.models, urgency)
+            self._engine = RoutedEngine(shelf.models, _urgency(batch), self._may_use)
             concurrency = sum(one.concurrency for one in shelf.models.values())
         elif (served := shelf.models.get(batch.model)) is not None:
-            engine, concurrency = served.at(urgency), served.concurrency
+            self._engine, concurrency = served.at(_urgency(batch)), served.concurrency
         else:
             message = f"The model {batch.model!r} is not served any more. Serve it again to go on."
             return Stop("no_model", message)
-        source = await asyncio.to_thread(InputFile, batch)
+        source = await asyncio.to_thread(self._open_input, batch)
         try:
-            # The folder's lock is ours, so whoever held a lease before is gone.
-            await self._kept(lambda: shelf.store.release(self.id))
-            done = await self._kept(lambda: shelf.store.done_counts(self.id))
+            done = await shelf.kept(lambda: shelf.store.done_counts(self.id))
+            withdrawn = await shelf.kept(lambda: shelf.store.withdrawn(self.id))
+            canary = batch.settings.get("canary")
+            if batch.canary_passed or not canary:
+                policy = None
+            else:
+                policy = CanaryPolicy(canary["max_failed_share"], canary["first"])
+            plan = WorkPlan(
+                concurrency=concurrency,
+                canary=policy,
+                on_canary_passed=self._canary_passed,
+                deadline_at=batch.deadline_at,
+                lease_s=shelf.lease_s,
+                beat_s=1.0 if shelf.shared else shelf.lease_s / 3,
+                amend=amending(batch.amendments),
+                withdrawn=withdrawn,
+            )
             worker = Worker(
                 shelf.store,
                 shelf.keeper,
-                shelf.folder.segments(self.id),
-                engine,
-                WorkPlan(concurrency=concurrency, deadline_at=batch.deadline_at),
+                shelf.segments(self.id),
+                self._engine,
+                plan,
                 batch_id=self.id,
                 total=batch.total,
                 source=source,
-                owner=f"worker-{os.getpid()}",
+                owner=shelf.owner,
                 clock=shelf.clock,
                 events=shelf.events,
             )
             worker.continue_from(done)
-            if Status((await self._get()).status) is Status.CANCELLING:
+            now = await self._get()
+            if now.revision != batch.revision and Status(now.status) is not Status.CANCELLING:
+                # Changed since it was looked at: begin again with what it is now.
+                return Stop("amended", "It was changed.")
+            if Status(now.status) is Status.CANCELLING:
                 worker.close(*CANCELLED)
             self.worker = worker
             self.progress = worker.progress
             if self._stopping:
                 return Stop("interrupted", "The server is stopping.")
-            return await worker.run()
+            stop = await worker.run()
         finally:
             self.worker = None
             source.close()
+        if stop is not None and stop.reason == "canary":
+            await self._move(await self._get(), Action.PAUSE, held_because=stop.message)
+        return stop
+
+    def _open_input(self, batch: BatchRecord) -> InputFile:
+        try:
+            return InputFile(batch, self._shelf.input_of(batch))
+        except BlobNotFound as error:
+            raise InputChanged("The input of this batch is gone. Nothing more can be run.") from error
+
+    def _canary_passed(self) -> None:
+        self._telling = asyncio.create_task(self._shelf.kept(lambda: self._shelf.store.pass_canary(self.id)))
+
+    def _may_use(self, model: str) -> bool:
+        return self.key is None or may_use(self.key, model)
 
     # --- finish ---------------------------------------------------------------------------------
 
-    async def _finish(self, batch: BatchRecord) -> None:
+    async def _finish(self, batch: BatchRecord) -> Stop | None:
         """Join the results into files of the tenant, and end the Batch."""
         shelf = self._shelf
-        chunks = await self._kept(lambda: shelf.store.done_chunks(self.id))
-        output, errors = (_file_id(self.id, kind) for kind in ("output", "errors"))
+        status = Status(batch.status)
+        if status not in {Status.FINALIZING, Status.CANCELLING}:
+            return None
+        chunks = await shelf.kept(lambda: shelf.store.done_chunks(self.id))
+        ids = {kind: _file_id(self.id, kind) for kind in ("output", "errors")}
         try:
-            joined = await asyncio.to_thread(self._join, chunks, output, errors)
+            joined = await asyncio.to_thread(self._join, chunks, ids)
         except SegmentsDamaged as damage:
-            numbers = damage.numbers
-            await self._kept(lambda: shelf.store.reopen(self.id, numbers))
-            await self._move(batch, Action.REOPEN)
-            return
+            numbers, target = damage.numbers, step(status, Action.REOPEN)
+            await shelf.kept(lambda: shelf.store.reopen(self.id, status, target, numbers))
+            return None
         now = shelf.clock.wall()
         expires_s = batch.settings.get("output_expires_s") or shelf.limits.output_expires_s
         written = [
             FileRecord(
-                file_id,
+                ids[kind],
                 batch.tenant,
                 "batch_output",
-                f"{self.id}_{kind}.jsonl",
-                path.stat().st_size,
+                f"{self.id}_{name}.jsonl",
+                size,
                 now,
                 now + expires_s,
             )
-            for file_id, kind, path in ((output, "output", joined.output), (errors, "error", joined.errors))
-            if path is not None
+            for kind, name, size in (
+                ("output", "output", joined.output_bytes),
+                ("errors", "error", joined.error_bytes),
+            )
+            if size
         ]
-        await self._kept(lambda: shelf.files.add_written(written))
-        if Status(batch.status) is Status.CANCELLING or not joined.never_ran:
-            action = Action.COMPLETE
-        else:
-            action = Action.EXPIRE
-        await self._move(
-            batch,
-            action,
-            ended_at=now,
-            output_file_id=output if joined.output else None,
-            error_file_id=errors if joined.errors else None,
-            never_ran=joined.never_ran,
-        )
-        await asyncio.to_thread(shelf.forget_work, self.id)
 
-    def _join(self, chunks: list[ChunkRecord], output: str, errors: str) -> Joined:
-        files, segments = self._shelf.files, self._shelf.folder.segments(self.id)
-        return join_committed(
-            chunks, segments, files.path(output), files.path(errors), Order.INPUT, mark=self.id
+        def enter() -> None:
+            shelf.files.add_written(written)
+            shelf.store.place(self.id, joined.chunks)
+
+        await shelf.kept(enter)
+        expired = joined.expired and status is not Status.CANCELLING
+        await self._end(
+            batch,
+            Action.EXPIRE if expired else Action.COMPLETE,
+            output_file_id=ids["output"] if joined.output_lines else None,
+            error_file_id=ids["errors"] if joined.error_lines else None,
         )
+        await asyncio.to_thread(shelf.forget_work, batch)
+        return None
+
+    def _join(self, chunks: list[ChunkRecord], ids: dict[str, str]) -> Joined:
+        shelf = self._shelf
+        # Whoever was frozen while it joined must not write into the same files.
+        paths = {kind: shelf.blobs.spool / f"{shelf.owner}.{file_id}" for kind, file_id in ids.items()}
+        joined = join_committed(
+            chunks, shelf.segments(self.id), paths["output"], paths["errors"], Order.INPUT, mark=self.id
+        )
+        for kind, path in (("output", joined.output), ("errors", joined.errors)):
+            if path is not None:
+                shelf.blobs.put_file(shelf.files.blob(ids[kind]), path)
+        return joined
 
     # --- the store ------------------------------------------------------------------------------
 
     async def _get(self) -> BatchRecord:
-        return await self._kept(lambda: self._shelf.store.get(self.id))
+        return await self._shelf.kept(lambda: self._shelf.store.get(self.id))
+
+    async def _end(self, batch: BatchRecord, action: Action, **changes: Any) -> None:
+        await self._move(batch, action, ended_at=self._shelf.clock.wall(), **changes)
 
     async def _move(self, batch: BatchRecord, action: Action, **changes: Any) -> None:
+        shelf = self._shelf
         status = Status(batch.status)
         target = step(status, action)
-        if not await self._kept(lambda: self._shelf.store.move(self.id, status, target, **changes)):
+
+        def move() -> bool:
+            deliveries = shelf.webhooks.deliveries_for(batch.tenant, self.id, target)
+            return shelf.store.move(self.id, status, target, deliveries=deliveries, **changes)
+
+        if not await shelf.kept(move):
             raise InvalidTransition(f"Batch {self.id} changed while it was asked to {action.value}.")
-        self._shelf.tell(await self._get())
-
-    async def _kept(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._shelf.keeper, call)
+        shelf.tell(await self._get())
 
 
-def own_input(source: Path | None, target: Path) -> None:
-    """Give a Batch its own name for its input, so that deleting the file does not take it away."""
-    if source is None:
-        return
-    try:
-        os.link(source, target)
-        sync_folder(target.parent)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise as_store_error(error, target) from error
+def _urgency(batch: BatchRecord) -> Urgency:
+    return (-float(batch.priority), batch.deadline_at or batch.created_at)
 
 
 def _file_id(batch_id: str, kind: str) -> str:

@@ -8,16 +8,21 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from json import dumps
+from math import inf
 
 from batchyard.engines.protocol import Engine
 from batchyard.types import Answer, Capabilities, Outcome, Request
 
-#: Urgency of a caller who waits; anything larger is a deadline in Unix seconds.
-NOW = 0.0
+#: How urgent a call is: the smaller goes first. For a Batch: minus its priority, then its deadline in Unix
+#: seconds.
+Urgency = tuple[float, float]
+#: Urgency of a caller who waits, ahead of every Batch.
+NOW: Urgency = (-inf, 0.0)
 
 
 class Slots:
@@ -25,7 +30,7 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self._free = count
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Urgency, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
 
     @property
@@ -34,7 +39,7 @@ class Slots:
         return sum(not future.done() for _, _, future in self._waiting)
 
     @asynccontextmanager
-    async def hold(self, urgency: float) -> AsyncIterator[None]:
+    async def hold(self, urgency: Urgency) -> AsyncIterator[None]:
         """Wait for a slot and keep it for the block."""
         if self._free > 0 and not self._waiting:
             self._free -= 1
@@ -75,11 +80,19 @@ class Served:
     concurrency: int
     created_at: float
     slots: Slots = field(init=False)
+    #: Requests that were answered so far, and how long slots were busy with them, in seconds.
+    answered: int = 0
+    busy_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.slots = Slots(self.concurrency)
 
-    def at(self, urgency: float) -> SharedEngine:
+    @property
+    def per_s(self) -> float | None:
+        """Requests a second with every slot busy, going by those answered so far; None before any."""
+        return self.concurrency * self.answered / self.busy_s if self.busy_s > 0 else None
+
+    def at(self, urgency: Urgency) -> SharedEngine:
         """The engine as a caller of this urgency sees it."""
         return SharedEngine(self, urgency)
 
@@ -87,9 +100,10 @@ class Served:
 class SharedEngine:
     """An `Engine` whose every call waits for its turn. Starting and closing it is its owner's business."""
 
-    def __init__(self, served: Served, urgency: float) -> None:
+    def __init__(self, served: Served, urgency: Urgency) -> None:
         self._served = served
-        self._urgency = urgency
+        #: May be changed while calls wait; it counts for later ones.
+        self.urgency = urgency
         self.name = served.engine.name
         self.model = served.engine.model
 
@@ -104,12 +118,17 @@ class SharedEngine:
         """Closed by its owner."""
 
     async def dispatch(self, requests: Sequence[Request]) -> list[Outcome]:
-        async with self._served.slots.hold(self._urgency):
-            return await self._served.engine.dispatch(requests)
+        served = self._served
+        async with served.slots.hold(self.urgency):
+            began = time.perf_counter()
+            outcomes = await served.engine.dispatch(requests)
+            served.busy_s += time.perf_counter() - began
+            served.answered += len(requests)
+            return outcomes
 
     async def stream(self, request: Request) -> AsyncIterator[bytes]:
         async with (
-            self._served.slots.hold(self._urgency),
+            self._served.slots.hold(self.urgency),
             aclosing(self._served.engine.stream(request)) as chunks,  # type: ignore[type-var]  # generators
         ):
             async for chunk in chunks:
@@ -120,13 +139,23 @@ class SharedEngine:
 
 
 class RoutedEngine:
-    """All served models as one `Engine`: each request goes to the one that it names."""
+    """All served models as one `Engine`: each request goes to the one that it names.
 
-    def __init__(self, models: Mapping[str, Served], urgency: float) -> None:
+    Args:
+        permitted: whether a model may be used now; a request for one that may not fails alone.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Served],
+        urgency: Urgency,
+        permitted: Callable[[str], bool] = lambda _: True,
+    ) -> None:
         self.name = "routed"
         self.model: str | None = None
         self._models = models
-        self._urgency = urgency
+        self.urgency = urgency
+        self._permitted = permitted
 
     @property
     def capabilities(self) -> Capabilities:
@@ -149,14 +178,17 @@ class RoutedEngine:
             known = ", ".join(sorted(self._models))
             message = f"The model {request.model!r} does not exist here. Use one of: {known}."
             return _refused(404, message, "model_not_found")
+        if not self._permitted(served.name):
+            message = f"The key that this batch was made with may not use the model {served.name!r}."
+            return _refused(403, message, "model_not_allowed")
         if request.endpoint not in served.engine.capabilities.endpoints:
             message = f"The model {request.model!r} does not answer {request.endpoint.value}."
             return _refused(400, message, "unsupported_endpoint")
-        (outcome,) = await served.at(self._urgency).dispatch([request])
+        (outcome,) = await served.at(self.urgency).dispatch([request])
         return outcome
 
     async def stream(self, request: Request) -> AsyncIterator[bytes]:
-        async for chunk in self._models[request.model or ""].at(self._urgency).stream(request):
+        async for chunk in self._models[request.model or ""].at(self.urgency).stream(request):
             yield chunk
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:

@@ -15,7 +15,7 @@ from batchyard.errors import InvalidInput, LineError, UsageError
 from batchyard.service.intake.diagnosis import MAX_CUSTOM_ID
 from batchyard.service.intake.tables import BadRow, Found, Place, Row, columns_of, read_rows, sniff
 from batchyard.service.intake.template import ABSENT, RowError, Template, lookup, some_text, text_of
-from batchyard.stores.segments import as_store_error, sync_folder
+from batchyard.stores.disk import as_store_error, sync_folder
 from batchyard.types import Endpoint
 
 __all__ = ["RowPlan", "columns_of", "convert_rows", "sniff"]

@@ -5,6 +5,7 @@ import pytest
 from batchyard.clock import ManualClock
 from batchyard.service.hosting.files import Files
 from batchyard.service.hosting.keys import keys_of
+from batchyard.stores.blobs import BlobNotFound, LocalBlobs
 from batchyard.stores.database import Database
 from batchyard.stores.files import FileTable
 
@@ -16,9 +17,8 @@ def clock():
 
 @pytest.fixture
 def files(tmp_path, clock):
-    (tmp_path / "files").mkdir()
     database = Database(tmp_path / "state.db")
-    yield Files(FileTable(database), tmp_path / "files", clock)
+    yield Files(FileTable(database), LocalBlobs(tmp_path), clock)
     database.close()
 
 
@@ -42,18 +42,20 @@ def test_a_file_is_gone_when_its_time_is_over(files, clock):
     assert files.get("a", record.id) is None
     assert files.page("a", 10) == [kept]
     files.sweep()
-    assert not files.path(record.id).exists()
+    with pytest.raises(BlobNotFound):
+        files.path(record.id)
     assert files.path(kept.id).exists()
 
 
 def test_what_a_crash_left_is_removed_at_the_next_start(files):
     record = put(files)
-    half = files.begin()
-    half.write(b"half an upload")
-    half.handle.close()
-    files.path("file-without-a-record").write_bytes(b"written, never told of")
-    files.tidy(())
-    assert [one.name for one in files.path("").iterdir()] == [record.id]
+    orphan = files.begin()
+    orphan.write(b"written, never told of")
+    files.store(orphan)
+    folder = files.path(record.id).parent
+    assert len(list(folder.iterdir())) == 2
+    files.tidy()
+    assert [one.name for one in folder.iterdir()] == [record.id]
 
 
 def test_pages_hold_their_order_where_times_are_equal(files):

@@ -20,19 +20,27 @@ async def test_live_work_goes_before_every_batch_and_the_earliest_window_before_
             await release.wait()
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(one("first", 5000.0))
+        group.create_task(one("first", (0.0, 5000.0)))
         await asyncio.sleep(0)
-        for name, urgency in (("tomorrow", 9000.0), ("today", 3000.0), ("live", NOW), ("live too", NOW)):
+        for name, urgency in (
+            ("tomorrow", (0.0, 9000.0)),
+            ("today", (0.0, 3000.0)),
+            ("preferred", (-1.0, 9500.0)),
+            ("live", NOW),
+            ("live too", NOW),
+        ):
             group.create_task(one(name, urgency))
         await asyncio.sleep(0)
-        assert slots.waiting == 4
+        assert slots.waiting == 5
         release.set()
-    assert order == ["first", "live", "live too", "today", "tomorrow"]
+    assert order == ["first", "live", "live too", "preferred", "today", "tomorrow"]
     assert slots.waiting == 0
 
 
 callers = st.lists(
-    st.tuples(st.floats(0, 5), st.floats(0, 3), st.floats(0, 6), st.sampled_from([NOW, 1.0, 2.0])),
+    st.tuples(
+        st.floats(0, 5), st.floats(0, 3), st.floats(0, 6), st.sampled_from([NOW, (0.0, 1.0), (0.0, 2.0)])
+    ),
     max_size=30,
 )
 

@@ -1,0 +1,72 @@
+"""Floor 9. `batchyard.toml`: what a server serves, and where it keeps everything."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from batchyard.errors import UsageError
+
+DEFAULT_CONFIG = Path("batchyard.toml")
+DEFAULT_STATE = Path("batchyard-server")
+
+
+class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One `[[model]]` of `batchyard.toml`."""
+
+    #: What clients call it.
+    name: str
+    engine: str | None = None
+    model: str | None = None
+    base_url: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    concurrency: int | None = None
+    timeout_s: float = 600.0
+
+
+class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """`batchyard.toml`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    #: What clients reach the server by, where it stands behind a proxy.
+    public_url: str | None = None
+    state: str = str(DEFAULT_STATE)
+    #: The URL of a PostgreSQL database, for several server processes.
+    database: str | None = None
+    #: Where files and results are kept, if not in the state folder, such as `s3://bucket/prefix`.
+    blobs: str | None = None
+    #: After so many seconds without a sign of life, others take over what a server process works on.
+    lease_s: Annotated[float, msgspec.Meta(ge=0.5, le=600)] = 15.0
+    #: Deliver webhooks to private addresses and over plain HTTP too.
+    private_webhooks: bool = False
+    model: list[ModelSettings] = []
+
+
+def read_settings(path: Path | None = None) -> Settings:
+    """The settings in *path*, or in `batchyard.toml` of this folder where there is one.
+
+    Raises:
+        UsageError: they cannot be read or understood.
+    """
+    if path is None:
+        if not DEFAULT_CONFIG.exists():
+            return Settings()
+        path = DEFAULT_CONFIG
+    try:
+        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = msgspec.convert(found, Settings)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}). Check the path.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no TOML: {error}.") from error
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{path} is not understood: {error}.") from error
+    names = [one.name for one in settings.model]
+    for one in names:
+        if names.count(one) > 1:
+            raise UsageError(f"{path} names two models {one!r}. Clients tell models apart by name.")
+    return settings

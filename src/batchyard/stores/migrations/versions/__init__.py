@@ -1,0 +1,1 @@
+"""Floor 3. One module a step, named by its revision."""
