@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from batchyard.errors import BatchNotFound, InvalidTransition, StorageFull, StoreError
+from batchyard.stores.blobs import BlobNotFound
 
 _log = logging.getLogger("batchyard.api")
 
@@ -95,6 +96,8 @@ async def on_batchyard_error(_: Request, error: Exception) -> Response:
         return error_response(ApiError(404, "No batch found with this id."))
     if isinstance(error, InvalidTransition):
         return error_response(ApiError(409, str(error), headers=NO_RETRY))
+    if isinstance(error, BlobNotFound):
+        return error_response(ApiError(404, "The content of what you ask for has been deleted."))
     if isinstance(error, StorageFull):
         message = "The server has no room left on its disk. Nothing was changed; try again later."
         return error_response(_unavailable(message, "storage_full"))
@@ -122,5 +125,6 @@ HANDLERS = {
     BatchNotFound: on_batchyard_error,
     InvalidTransition: on_batchyard_error,
     StoreError: on_batchyard_error,
+    BlobNotFound: on_batchyard_error,
     Exception: on_bug,
 }

@@ -176,6 +176,10 @@ class Worker:
         every = (item for items in self._dispatching.values() for item in items)
         return {(item.run.chunk.no, item.place): item.attempts + 1 for item in every}
 
+    def held(self) -> dict[int, Counts]:
+        """What is finished of the chunks held, by number."""
+        return {no: run.counts() for no, run in self._runs.items()}
+
     def failures(self) -> dict[int, dict[str, Sequence[Any]]]:
         """What failed of the chunks held, by number: kind to how often, a message and a `custom_id`."""
         return {no: dict(run.failures) for no, run in self._runs.items()}

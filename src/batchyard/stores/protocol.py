@@ -6,7 +6,7 @@ store's own thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -198,6 +198,14 @@ class Counts:
     usage: Usage = field(default_factory=Usage)
     never_ran: int = 0
 
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.succeeded + other.succeeded,
+            self.failed + other.failed,
+            self.usage + other.usage,
+            self.never_ran + other.never_ran,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BatchFilter:
@@ -361,8 +369,8 @@ class Store(Protocol):
         """Note where the lines of these chunks begin in the result files, and their attempts."""
         ...
 
-    def counts(self, batch_id: str) -> Counts:
-        """What is finished, from committed chunks and heartbeats. Never writes."""
+    def counts(self, batch_id: str, but_not: Collection[int] = ()) -> Counts:
+        """What is finished, from committed chunks and heartbeats, some chunks left out. Never writes."""
         ...
 
     def done_counts(self, batch_id: str) -> Counts:

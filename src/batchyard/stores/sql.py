@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,8 +294,8 @@ class SqlStore:
             if rows:
                 connection.execute(of_chunk.values(**values), rows)
 
-    def counts(self, batch_id: str) -> Counts:
-        return self._sum(chunks.c.batch_id == batch_id)
+    def counts(self, batch_id: str, but_not: Collection[int] = ()) -> Counts:
+        return self._sum(and_(chunks.c.batch_id == batch_id, chunks.c.no.not_in(but_not)))
 
     def done_counts(self, batch_id: str) -> Counts:
         return self._sum(and_(chunks.c.batch_id == batch_id, chunks.c.state == DONE))

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from batchyard.errors import BatchNotFound, InvalidTransition
+from batchyard.errors import BatchNotFound, InputChanged, InvalidTransition
 from batchyard.service.hosting.cursor import Cursor
 from batchyard.service.hosting.journeys import Journeys
 from batchyard.service.hosting.shelf import Shelf
@@ -27,6 +27,8 @@ from batchyard.types import Usage
 #: Chunks that one look at requests goes through, wanted ones or not.
 _MOST_CHUNKS = 64
 _MOST_BYTES = 8 << 20
+#: What a look meets when a Batch ends under it: its input and segments are removed.
+_GONE = (BlobNotFound, FileNotFoundError, InputChanged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,11 @@ class Reader:
         if progress is not None and not self._shelf.shared and Status(batch.status) not in TERMINAL:
             done, failed, never_ran = progress.succeeded, progress.failed, progress.never_ran
             return BatchCounts(batch.total, done, failed, progress.usage, never_ran)
-        found = await self._shelf.kept(lambda: self._shelf.store.counts(batch.id))
+        worker = None if journey is None else journey.worker
+        held = {} if worker is None else worker.held()
+        # Newer than what the last heartbeat noted of them.
+        found = await self._shelf.kept(lambda: self._shelf.store.counts(batch.id, held.keys()))
+        found = sum(held.values(), start=found)
         return BatchCounts(batch.total, found.succeeded, found.failed, found.usage, found.never_ran)
 
     def note(self, batch: BatchRecord) -> str | None:
@@ -125,6 +131,9 @@ class Reader:
             InvalidTransition: the Batch has ended and its results are deleted, so nothing is known.
         """
         chunks = await self._shelf.kept(lambda: self._shelf.store.chunks(batch.id))
+        if not chunks:
+            # It is still checked, or was refused.
+            return Page([], None)
         first = max(bisect_right([one.first_index for one in chunks], after + 1) - 1, 0)
         running: dict[tuple[int, int], int] = {}
         journey = self._journeys.of(batch.id)
@@ -145,7 +154,14 @@ class Reader:
                             found.append(one)
                 return Page(found, None)
 
-        return await asyncio.to_thread(look)
+        try:
+            return await asyncio.to_thread(look)
+        except _GONE:
+            now = await self.get(batch.tenant, batch.id, batch.dialect)
+            if now.status == batch.status:
+                raise
+            # It has ended while it was looked at.
+            return await self.requests(now, after, limit, wanted)
 
     def _live(self, batch: BatchRecord, running: dict[tuple[int, int], int]) -> _Look:
         source = InputFile(batch, self._shelf.input_of(batch))
@@ -182,6 +198,8 @@ class Reader:
     async def places(self, batch: BatchRecord, wanted: Callable[[str], bool]) -> list[tuple[int, int]]:
         """Chunk number and place of the requests whose `custom_id` is *wanted*."""
         chunks = await self._shelf.kept(lambda: self._shelf.store.chunks(batch.id))
+        if not chunks:
+            return []
 
         def look() -> list[tuple[int, int]]:
             source = InputFile(batch, self._shelf.input_of(batch))
@@ -197,7 +215,13 @@ class Reader:
             finally:
                 source.close()
 
-        return await asyncio.to_thread(look)
+        try:
+            return await asyncio.to_thread(look)
+        except _GONE:
+            now = await self.get(batch.tenant, batch.id, batch.dialect)
+            if now.status == batch.status:
+                raise
+            return []
 
     # --- results --------------------------------------------------------------------------------
 
