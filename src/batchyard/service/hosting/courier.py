@@ -29,7 +29,7 @@ _POLL_S = 1.0
 _TIMEOUT_S = 15.0
 #: After this long an event that nobody took is given up.
 _GIVE_UP_S = 72 * 3_600.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 4 * 3_600.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 4 * 3_600.0
 _AT_ONCE = 16
 
 
