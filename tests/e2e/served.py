@@ -17,8 +17,9 @@ ENDED = {"completed", "failed", "cancelled", "expired"}
 class Server:
     """Starts when entered; may be killed and started again on the same state."""
 
-    def __init__(self, folder, *arguments, key="none"):
+    def __init__(self, folder, *arguments, key="none", state="state"):
         self.folder = folder
+        self.state = state
         self.arguments = arguments
         self.key = key
         self.process = None
@@ -39,9 +40,9 @@ class Server:
             "serve",
             "--port",
             "0",
-            "--state",
-            str(self.folder / "state"),
         ]
+        if self.state is not None:
+            command += ["--state", str(self.folder / self.state)]
         self.process = subprocess.Popen(
             [*command, *self.arguments], stderr=subprocess.PIPE, text=True, cwd=self.folder
         )

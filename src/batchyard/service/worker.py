@@ -466,16 +466,18 @@ class Worker:
             self._check_over()
 
     async def _save(self) -> None:
-        for run in self._dirty:
+        dirty = {run for run in self._dirty if not run.lost}
+        finished = [run for run in self._finished if not run.lost]
+        for run in dirty:
             run.write()
-        dirty, finished = self._dirty, self._finished
         self._dirty, self._finished = set(), []
         if finished:
             await self._publish(finished)
         fenced = await self._in_keeper(lambda: self._sync_and_commit(dirty, finished))
         for run in finished:
-            del self._runs[run.chunk.no]
-            run.segment.close()
+            if not run.lost:
+                del self._runs[run.chunk.no]
+                run.segment.close()
         for no in fenced:
             self._events.emit(Event("chunk.lost", self._clock.wall(), {"chunk": no}))
         if self._events.listened and finished:
@@ -489,7 +491,8 @@ class Worker:
 
     def _sync_and_commit(self, dirty: set[ChunkRun], finished: list[ChunkRun]) -> list[int]:
         for run in dirty:
-            run.segment.sync()
+            if not run.lost:
+                run.segment.sync()
         if not finished:
             return []
         return self._store.commit(self._batch_id, [run.progress() for run in finished], self._clock.wall())
@@ -504,7 +507,8 @@ class Worker:
                 run = self._runs.pop(no, None)
                 if run is not None:
                     run.lost = True
-                    run.segment.close()
+                    # In the keeper's thread, which may just be about to sync it.
+                    self._keeper.submit(run.segment.close)
                     self._events.emit(Event("chunk.lost", self._clock.wall(), {"chunk": no}))
                     # What the others left or lost may be ours to claim.
                     self._hungry.set()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
@@ -37,6 +38,8 @@ from batchyard.service.work_plan import Progress, Stop, WorkPlan
 from batchyard.service.worker import Worker
 from batchyard.stores.blobs import BlobNotFound
 from batchyard.stores.protocol import BatchRecord, ChunkRecord, FileRecord, KeyRecord, NoRoom, Room
+
+_log = logging.getLogger("batchyard.service")
 
 CANCELLED = ("batch_cancelled", "This request was not run, because the batch was cancelled before.")
 #: Pauses between attempts at a Batch that cannot be worked on for now, in seconds.
@@ -123,6 +126,12 @@ class Journey:
                 continue
             except BatchyardError as error:
                 stop = Stop("failed", str(error))
+            except Exception:  # noqa: BLE001
+                # A bug of ours must not strand a Batch: it is tried again, and the log has the whole.
+                _log.exception("Batch %s stumbled", self.id)
+                stop = Stop(
+                    "fault", "The server met a fault of its own, which is in its log. It tries again."
+                )
             if stop is None or stop.reason in {"interrupted", "paused", "amended", "canary"}:
                 pause_s, self.note = _FIRST_PAUSE_S, None
                 continue
