@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from batchyard._version import __version__
 from batchyard.api.access import Access
 from batchyard.api.anthropic.batches import MessageBatchesApi
+from batchyard.api.anthropic.envelope import refused
 from batchyard.api.anthropic.messages import MessagesApi
 from batchyard.api.errors import HANDLERS, ApiError, error_response, json_response
 from batchyard.api.openai.batch_requests import BatchRequestsApi
@@ -90,6 +91,13 @@ def make_app(host: Host, *, open_access: bool = False, public_url: str | None = 
     return app
 
 
+def _refused(scope: Scope, error: ApiError) -> Response:
+    """*error* in the words of the dialect that is spoken."""
+    if scope["path"].startswith("/v1/messages"):
+        return refused(error, scope["state"]["request_id"])
+    return error_response(error)
+
+
 class _RequestIds:
     """Gives each response the id under which the server speaks of it, and how long it took."""
 
@@ -105,11 +113,11 @@ class _RequestIds:
         app = self._app
         if sum(len(name) + len(value) for name, value in scope["headers"]) > _MAX_HEADERS:
             message = f"The headers of your request are larger than {_MAX_HEADERS:,} bytes."
-            app = error_response(ApiError(431, message, code="headers_too_large"))
+            app = _refused(scope, ApiError(431, message, code="headers_too_large"))
         elif b"%00" in scope["raw_path"] or b"%00" in scope["query_string"]:
             # No name holds a NUL, and not every database can look for one.
             message = "The URL of your request holds a NUL character. Leave it out."
-            app = error_response(ApiError(400, message, code="invalid_value"))
+            app = _refused(scope, ApiError(400, message, code="invalid_value"))
         begun = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:

@@ -90,20 +90,25 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return error_response(ApiError(error.status_code, str(error.detail), headers=error.headers))
 
 
-async def on_batchyard_error(_: Request, error: Exception) -> Response:
+def as_api_error(error: Exception) -> ApiError:
     """Errors of the service that mean the same on every path."""
     if isinstance(error, BatchNotFound):
-        return error_response(ApiError(404, "No batch found with this id."))
+        return ApiError(404, "No batch found with this id.")
     if isinstance(error, InvalidTransition):
-        return error_response(ApiError(409, str(error), headers=NO_RETRY))
+        return ApiError(409, str(error), headers=NO_RETRY)
     if isinstance(error, BlobNotFound):
-        return error_response(ApiError(404, "The content of what you ask for has been deleted."))
+        return ApiError(404, "The content of what you ask for has been deleted.")
     if isinstance(error, StorageFull):
         message = "The server has no room left on its disk. Nothing was changed; try again later."
-        return error_response(_unavailable(message, "storage_full"))
+        return _unavailable(message, "storage_full")
     _log.error("The store failed: %s", error)
     message = "The server cannot reach its store right now. Try again later."
-    return error_response(_unavailable(message, "store_failed"))
+    return _unavailable(message, "store_failed")
+
+
+async def on_batchyard_error(_: Request, error: Exception) -> Response:
+    """The same, as a response."""
+    return error_response(as_api_error(error))
 
 
 async def on_bug(request: Request, error: Exception) -> Response:

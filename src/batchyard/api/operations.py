@@ -105,7 +105,7 @@ def describe(operations: Iterable[Operation]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
         path = _PARAMETER.sub(r"{\1}", one.path)
-        paths.setdefault(path, {})[one.method.lower()] = _described(one, schema_of)
+        paths.setdefault(path, {})[one.method.lower()] = _described(one, schema_of, _links(one, operations))
     return {
         "openapi": "3.1.0",
         "info": {
@@ -125,7 +125,23 @@ def describe(operations: Iterable[Operation]) -> dict[str, Any]:
     }
 
 
-def _described(one: Operation, schema_of: Mapping[int, Any]) -> dict[str, Any]:
+def _id_of(one: Operation) -> str:
+    return f"{one.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', one.path.lower()).strip('_')}"
+
+
+def _links(maker: Operation, operations: Iterable[Operation]) -> dict[str, Any]:
+    """What may be asked about the thing that *maker* makes, by its `id`."""
+    if maker.method != "POST" or "{" in maker.path or maker.gives is None:
+        return {}
+    about = f"{maker.path}/{{id}}"
+    return {
+        _id_of(one): {"operationId": _id_of(one), "parameters": {"id": "$response.body#/id"}}
+        for one in operations
+        if one.path == about or one.path.startswith(about + "/")
+    }
+
+
+def _described(one: Operation, schema_of: Mapping[int, Any], links: Mapping[str, Any]) -> dict[str, Any]:
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in _PARAMETER.findall(one.path)
@@ -142,10 +158,10 @@ def _described(one: Operation, schema_of: Mapping[int, Any]) -> dict[str, Any]:
     error = {"application/json": {"schema": schema_of[id(one.error or ErrorBody)]}}
     described: dict[str, Any] = {
         "summary": one.summary,
-        "operationId": f"{one.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', one.path.lower()).strip('_')}",
+        "operationId": _id_of(one),
         "parameters": parameters,
         "responses": {
-            "200": {"description": "As asked.", "content": content},
+            "200": {"description": "As asked.", "content": content, "links": links},
             "4XX": {"description": "The request is at fault, and how.", "content": error},
             "5XX": {"description": "The server or an engine cannot answer now.", "content": error},
         },

@@ -9,8 +9,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from batchyard.api.errors import ApiError
-from batchyard.errors import BatchNotFound, InvalidTransition
+from batchyard.api.errors import ApiError, as_api_error
+from batchyard.errors import BatchNotFound, InvalidTransition, StoreError
+from batchyard.stores.blobs import BlobNotFound
 
 _KINDS = {
     400: "invalid_request_error",
@@ -33,11 +34,11 @@ def in_words(handler: Handler) -> Handler:
         try:
             response = await handler(request)
         except ApiError as error:
-            response = _refused(error, request_id)
-        except BatchNotFound:
-            response = _refused(ApiError(404, "There is no batch with this id."), request_id)
+            response = refused(error, request_id)
         except InvalidTransition as error:
-            response = _refused(ApiError(400, str(error)), request_id)
+            response = refused(ApiError(400, str(error)), request_id)
+        except (BatchNotFound, BlobNotFound, StoreError) as error:
+            response = refused(as_api_error(error), request_id)
         response.headers["request-id"] = request_id
         return response
 
@@ -49,7 +50,8 @@ def error_event(message: str, kind: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _refused(error: ApiError, request_id: str) -> Response:
+def refused(error: ApiError, request_id: str) -> Response:
+    """*error* as its client gets it."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     body = error_event(error.message, kind) | {"request_id": request_id}
     return Response(msgspec.json.encode(body), error.status, error.headers, media_type="application/json")

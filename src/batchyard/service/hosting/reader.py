@@ -334,7 +334,7 @@ class _Ranges:
             self.close()
             raise InvalidTransition(f"The results of batch {batch.id} have been deleted.") from error
         self._ends: dict[bool, dict[int, int | None]] = {True: {}, False: {}}
-        for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
+        for chunk, following in zip(chunks, [*chunks[1:], None], strict=False):
             self._ends[True][chunk.no] = None if following is None else following.output_offset
             self._ends[False][chunk.no] = None if following is None else following.error_offset
 
