@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from batchyard._version import __version__
+from batchyard.cli import remote_batches
 from batchyard.cli.demo import demo
 from batchyard.cli.keys import app as keys
 from batchyard.cli.models import app as models
@@ -42,6 +43,13 @@ def batchyard(
 app.command()(run)
 app.command()(serve)
 app.command()(demo)
+for command in (
+    *(remote_batches.submit, remote_batches.status, remote_batches.watch, remote_batches.results),
+    *(remote_batches.cancel, remote_batches.pause, remote_batches.resume, remote_batches.amend),
+    remote_batches.retry,
+):
+    app.command(rich_help_panel="Batches of a server")(command)
+app.command("list", rich_help_panel="Batches of a server")(remote_batches.list_batches)
 app.add_typer(models, name="models")
 app.add_typer(keys, name="keys")
 
