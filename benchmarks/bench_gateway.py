@@ -1,10 +1,10 @@
 """Live requests through the server, beside a bare Starlette route that forwards the same.
 
-    python benchmarks/bench_gateway.py [--requests 6000] [--rounds 3]
+    python benchmarks/bench_gateway.py [--requests 6000] [--rounds 3] [--litellm-python PATH]
 
 One zero-latency upstream, one client that keeps 64 requests in flight, servers that take turns. The server
 asks for keys; the bare route asks for nothing, parses nothing and keeps nothing. CPU is that of the server's
-process alone. With 2 cores, client, server and upstream share them: only ratios mean something.
+process alone; the peer gets a twentieth of the requests. With 2 cores, client, server and upstream share them: only ratios mean something.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +21,7 @@ from statistics import median
 
 import aiohttp
 import uvloop
+from gateway_peers import Measured, litellm
 
 IN_FLIGHT = 64
 
@@ -50,34 +49,6 @@ Server(uvicorn.Config(app, port=0, log_level="error", access_log=False)).run()
 """
 
 
-class Server:
-    """A server in a process of its own."""
-
-    def __init__(self, name: str, command: list[str], key: str = "none") -> None:
-        self.name = name
-        self.key = key
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        self.url = ""
-        for line in self.process.stderr:
-            if found := re.search(r"Listening on (\S+)", line):
-                self.url = found[1]
-                break
-        self.rates: list[float] = []
-        self.cpus_us: list[float] = []
-        self.p50_ms: list[float] = []
-        self.p99_ms: list[float] = []
-
-    def cpu_s(self) -> float:
-        """CPU seconds of the process so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
 async def load(url: str, key: str, requests: int) -> tuple[float, list[float]]:
     """Requests a second, and the latency of each in ms."""
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "question " + "word " * 60}]})
@@ -103,13 +74,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--requests", type=int, default=6_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--litellm-python", help="A Python with litellm[proxy], to run beside.")
     options = parser.parse_args()
     upstream = subprocess.Popen(
         [sys.executable, "-m", "batchyard.testing.upstream"], stdout=subprocess.PIPE, text=True
     )
     assert upstream.stdout is not None
     url = json.loads(upstream.stdout.readline())["url"]
-    servers: list[Server] = []
+    servers: list[Measured] = []
     try:
         with tempfile.TemporaryDirectory() as folder:
             state = str(Path(folder) / "state")
@@ -122,17 +94,20 @@ def main() -> None:
             )
             serve = [*batchyard, "serve", "--base-url", url, "--model", "m", "--port", "0", "--state", state]
             serve += ["--concurrency", str(IN_FLIGHT)]
-            servers.append(Server("batchyard serve, keys on", serve, made.stdout.strip()))
-            servers.append(Server("bare Starlette route", [sys.executable, "-c", BARE, url]))
+            servers.append(Measured("batchyard serve, keys on", serve, key=made.stdout.strip()))
+            servers.append(Measured("bare Starlette route", [sys.executable, "-c", BARE, url]))
+            if options.litellm_python:
+                servers.append(litellm(options.litellm_python, url, Path(folder)))
             for server in servers:
-                uvloop.run(load(server.url, server.key, 500))
+                uvloop.run(load(server.url, server.key, 200))
             for _ in range(options.rounds):
                 for server in servers:
                     before = server.cpu_s()
-                    rate, took = uvloop.run(load(server.url, server.key, options.requests))
+                    requests = options.requests // (20 if server.name.startswith("LiteLLM") else 1)
+                    rate, took = uvloop.run(load(server.url, server.key, requests))
                     took.sort()
                     server.rates.append(rate)
-                    server.cpus_us.append((server.cpu_s() - before) / options.requests * 1e6)
+                    server.cpus_us.append((server.cpu_s() - before) / requests * 1e6)
                     server.p50_ms.append(took[len(took) // 2])
                     server.p99_ms.append(took[int(len(took) * 0.99)])
     finally:
@@ -143,11 +118,13 @@ def main() -> None:
     print(f"{options.requests:,} live requests, {IN_FLIGHT} in flight, median of {options.rounds} rounds\n")
     print(f"{'':28}{'requests/s':>12}{'CPU µs':>10}{'p50 ms':>9}{'p99 ms':>9}{'of the bare route':>20}")
     for server in servers:
-        share = median(ours / bare for ours, bare in zip(server.rates, servers[-1].rates, strict=True))
+        share = server.share_of(servers[1])
         print(
             f"{server.name:28}{median(server.rates):12,.0f}{median(server.cpus_us):10,.0f}"
             f"{median(server.p50_ms):9.1f}{median(server.p99_ms):9.1f}{share:19.0%}"
         )
+    if len(servers) > 2:
+        print(f"\nbatchyard answers {servers[0].share_of(servers[2]):,.1f} x as many as LiteLLM's proxy")
 
 
 if __name__ == "__main__":

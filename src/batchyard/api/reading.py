@@ -6,7 +6,8 @@ Whatever is wrong with them is an `ApiError` that names the parameter.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -29,12 +30,16 @@ async def read_body(request: Request, most: int) -> bytes:
     """
     parts: list[bytes] = []
     size = 0
-    async for part in _blocks(request):
-        size += len(part)
-        if size > most:
-            message = f"The body is larger than {most:,} bytes. Send less at once."
-            raise ApiError(413, message, code="request_too_large")
-        parts.append(part)
+    loop = asyncio.get_running_loop()
+    with _in_words():
+        async with asyncio.timeout(STALL_S) as patience:
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    message = f"The body is larger than {most:,} bytes. Send less at once."
+                    raise ApiError(413, message, code="request_too_large")
+                parts.append(part)
+                patience.reschedule(loop.time() + STALL_S)
     return b"".join(parts)
 
 
@@ -184,15 +189,22 @@ async def _blocks(request: Request) -> AsyncIterator[bytes]:
     """The body as it comes; a client that sends nothing for too long is given up."""
     stream = request.stream()
     while True:
-        try:
+        with _in_words():
             async with asyncio.timeout(STALL_S):
                 block = await anext(stream, None)
-        except ClientDisconnect:
-            raise ApiError(400, "The body came to an end early. Send it again.") from None
-        except TimeoutError:
-            message = f"Nothing of the body came for {STALL_S:g} seconds. Send it again."
-            raise ApiError(408, message, code="request_timeout") from None
         if block is None:
             return
         if block:
             yield block
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """A body that ends early or comes to a halt, as an error for its client."""
+    try:
+        yield
+    except ClientDisconnect:
+        raise ApiError(400, "The body came to an end early. Send it again.") from None
+    except TimeoutError:
+        message = f"Nothing of the body came for {STALL_S:g} seconds. Send it again."
+        raise ApiError(408, message, code="request_timeout") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import ipaddress
 import signal
 import time
@@ -179,6 +180,11 @@ def _serve(asked: _Asked, report: Report) -> int:
         )
 
     server.on_started = told
+    # What is there by now stays: no collection needs to look through it, and each is for more than the
+    # 700 new objects that are little in a server.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         # The server raises the signal again once it has stopped: by then everything is kept.
         for number in (signal.SIGINT, signal.SIGTERM):

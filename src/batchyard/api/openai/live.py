@@ -32,6 +32,8 @@ from batchyard.types import Answer, Endpoint, Fault, FaultKind, Outcome, Request
 _MAX_BODY = 64 << 20
 #: Live requests that may wait for one model; more are told to come back.
 _MOST_WAITING = 4_096
+#: How long an answer may take before anybody looks whether its client is still there.
+_WATCH_AFTER_S = 0.05
 #: The status of a dispatch that brought no answer. 503 and 504 are tried again by the SDKs.
 _STATUS = {
     FaultKind.RATE_LIMITED: 429,
@@ -95,27 +97,49 @@ def check_room(served: Served) -> None:
 
 async def answer_while_there(receive: Receive, engine: SharedEngine, request: Request) -> Outcome:
     """The outcome of *request*; cancelled when its client hangs up."""
-    call = asyncio.ensure_future(engine.dispatch([request]))
-    gone = asyncio.ensure_future(_disconnected(receive))
+    watch = _Watch(receive)
     try:
-        await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not call.done():
-            # Nobody reads this answer.
-            raise ApiError(499, "The client has hung up.", code="client_closed_request")
-        (outcome,) = call.result()
+        (outcome,) = await engine.dispatch([request])
+    except asyncio.CancelledError:
+        if not watch.hung_up:
+            raise
+        # Nobody reads this answer.
+        raise ApiError(499, "The client has hung up.", code="client_closed_request") from None
     except EngineError as error:
         raise _engine_is_down(error) from error
-    else:
-        return outcome
     finally:
-        for task in (call, gone):
-            task.cancel()
-        await asyncio.gather(call, gone, return_exceptions=True)
+        watch.end()
+    return outcome
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class _Watch:
+    """Cancels the current task when its client hangs up; begins a moment later, as most answers are fast."""
+
+    def __init__(self, receive: Receive) -> None:
+        answering = asyncio.current_task()
+        assert answering is not None
+        self.hung_up = False
+        self._receive = receive
+        self._answering = answering
+        self._watching: asyncio.Task[None] | None = None
+        self._timer = answering.get_loop().call_later(_WATCH_AFTER_S, self._begin)
+
+    def _begin(self) -> None:
+        self._watching = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.hung_up = True
+        self._answering.cancel()
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._timer.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+        if self.hung_up:
+            self._answering.uncancel()
 
 
 def _as_response(outcome: Outcome) -> Response:

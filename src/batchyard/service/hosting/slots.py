@@ -10,7 +10,7 @@ import heapq
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from json import dumps
 from math import inf
@@ -38,28 +38,24 @@ class Slots:
         """How many wait for a slot."""
         return sum(not future.done() for _, _, future in self._waiting)
 
-    @asynccontextmanager
-    async def hold(self, urgency: Urgency) -> AsyncIterator[None]:
-        """Wait for a slot and keep it for the block."""
+    async def acquire(self, urgency: Urgency) -> None:
+        """Wait for a slot; give it back with `release`."""
         if self._free > 0 and not self._waiting:
             self._free -= 1
-        else:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (urgency, next(self._order), turn))
-            self._let_in()
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    # The slot came in the same moment: pass it on.
-                    self._give_back()
-                raise
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (urgency, next(self._order), turn))
+        self._let_in()
         try:
-            yield
-        finally:
-            self._give_back()
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                # The slot came in the same moment: pass it on.
+                self.release()
+            raise
 
-    def _give_back(self) -> None:
+    def release(self) -> None:
+        """Give a slot back."""
         self._free += 1
         self._let_in()
 
@@ -119,20 +115,24 @@ class SharedEngine:
 
     async def dispatch(self, requests: Sequence[Request]) -> list[Outcome]:
         served = self._served
-        async with served.slots.hold(self.urgency):
+        await served.slots.acquire(self.urgency)
+        try:
             began = time.perf_counter()
             outcomes = await served.engine.dispatch(requests)
             served.busy_s += time.perf_counter() - began
             served.answered += len(requests)
             return outcomes
+        finally:
+            served.slots.release()
 
     async def stream(self, request: Request) -> AsyncIterator[bytes]:
-        async with (
-            self._served.slots.hold(self.urgency),
-            aclosing(self._served.engine.stream(request)) as chunks,  # type: ignore[type-var]  # generators
-        ):
-            async for chunk in chunks:
-                yield chunk
+        await self._served.slots.acquire(self.urgency)
+        try:
+            async with aclosing(self._served.engine.stream(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._served.slots.release()
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
         return await self._served.engine.count_tokens(requests)

@@ -15,9 +15,10 @@ async def test_live_work_goes_before_every_batch_and_the_earliest_window_before_
     release = asyncio.Event()
 
     async def one(name, urgency):
-        async with slots.hold(urgency):
-            order.append(name)
-            await release.wait()
+        await slots.acquire(urgency)
+        order.append(name)
+        await release.wait()
+        slots.release()
 
     async with asyncio.TaskGroup() as group:
         group.create_task(one("first", (0.0, 5000.0)))
@@ -55,13 +56,14 @@ def test_slots_are_never_overdrawn_and_never_lost_whoever_gives_up_when(count, c
         await asyncio.sleep(at_s)
         try:
             async with asyncio.timeout(patience_s):
-                async with slots.hold(urgency):
-                    inside += 1
-                    most = max(most, inside)
-                    try:
-                        await asyncio.sleep(takes_s)
-                    finally:
-                        inside -= 1
+                await slots.acquire(urgency)
+                inside += 1
+                most = max(most, inside)
+                try:
+                    await asyncio.sleep(takes_s)
+                finally:
+                    inside -= 1
+                    slots.release()
         except TimeoutError:
             pass
 
