@@ -249,7 +249,6 @@ def test_settings_come_from_the_file_and_mistakes_are_named(tmp_path, run_batchy
         ("port = 'x'\n", "port"),
         ("colour = 1\n", "colour"),
         ("[[model]\n", "no TOML"),
-        ('[[model]]\nname = "a"\nengine = "echo"\n[[model]]\nname = "a"\nengine = "echo"\n', "two models"),
         ('[[model]]\nname = "a"\nengine = "abacus"\n', "abacus"),
     ):
         config.write_text(text)

@@ -7,6 +7,7 @@ import gc
 import ipaddress
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,11 @@ from batchyard.api.app import make_app
 from batchyard.cli.engines import EngineChoice, build_engine, choose_engine, concurrency_of
 from batchyard.cli.report import ExitCode, Report
 from batchyard.cli.settings import ModelSettings, Settings, read_settings
+from batchyard.clock import SystemClock
 from batchyard.errors import EngineError, StoreError, UsageError
 from batchyard.events import EventBus
 from batchyard.service.hosting.host import Host
+from batchyard.service.hosting.pool import EnginePool
 from batchyard.service.hosting.shelf import Place
 from batchyard.service.hosting.slots import Served
 from batchyard.stores.object_blobs import open_blobs
@@ -118,16 +121,31 @@ def _default_models() -> list[ModelSettings]:
     return [ModelSettings("smollm2-135m-instruct", "llama"), ModelSettings("all-minilm-l6-v2", "onnx")]
 
 
-def _served(one: ModelSettings, events: EventBus) -> Served:
-    if not one.name:
+def _served(name: str, members: Sequence[ModelSettings], events: EventBus) -> Served:
+    """One model; those that have the same name serve it together."""
+    if not name:
         raise UsageError("The model needs a name that clients call it by. Give --name, or --model.")
-    endpoint = Endpoint.EMBEDDINGS if one.engine == "onnx" else None
-    engine_name = choose_engine(one.engine, one.model, one.base_url, endpoint)
-    choice = EngineChoice(
-        engine_name, one.model, one.base_url, one.api_key_env, one.timeout_s, one.concurrency
-    )
-    engine = build_engine(choice, events)
-    return Served(one.name, engine, concurrency_of(choice, engine), time.time())
+    engines = []
+    for one in members:
+        endpoint = Endpoint.EMBEDDINGS if one.engine == "onnx" else None
+        engine_name = choose_engine(one.engine, one.model, one.base_url, endpoint)
+        choice = EngineChoice(
+            engine_name, one.model, one.base_url, one.api_key_env, one.timeout_s, one.concurrency
+        )
+        engine = build_engine(choice, events)
+        engines.append((engine, concurrency_of(choice, engine)))
+    if len(engines) == 1:
+        (engine, concurrency) = engines[0]
+        return Served(name, engine, concurrency, time.time())
+    together = sum(room for _, room in engines)
+    return Served(name, EnginePool(engines, SystemClock()), together, time.time())
+
+
+def _all_served(models: Sequence[ModelSettings], events: EventBus) -> list[Served]:
+    by_name: dict[str, list[ModelSettings]] = {}
+    for one in models:
+        by_name.setdefault(one.name, []).append(one)
+    return [_served(name, members, events) for name, members in by_name.items()]
 
 
 def _serve(asked: _Asked, report: Report) -> int:
@@ -143,7 +161,7 @@ def _serve(asked: _Asked, report: Report) -> int:
     )
     host = Host(
         place,
-        [_served(one, events) for one in asked.models],
+        _all_served(asked.models, events),
         events=events,
         private_webhooks=settings.private_webhooks,
     )

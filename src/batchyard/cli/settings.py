@@ -17,7 +17,7 @@ DEFAULT_STATE = Path("batchyard-server")
 class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """One `[[model]]` of `batchyard.toml`."""
 
-    #: What clients call it.
+    #: What clients call it; those of one name serve it together.
     name: str
     engine: str | None = None
     model: str | None = None
@@ -65,8 +65,4 @@ def read_settings(path: Path | None = None) -> Settings:
         raise UsageError(f"{path} is no TOML: {error}.") from error
     except msgspec.ValidationError as error:
         raise UsageError(f"{path} is not understood: {error}.") from error
-    names = [one.name for one in settings.model]
-    for one in names:
-        if names.count(one) > 1:
-            raise UsageError(f"{path} names two models {one!r}. Clients tell models apart by name.")
     return settings

@@ -89,6 +89,9 @@ class BatchesApi:
         if wanted.requests is None:
             file_id = batch.input_file_id
             file = await host.kept(lambda: host.files.get(caller.tenant, file_id))
+            if file is not None and file.purpose != "batch":
+                message = f"File {file.id} has the purpose '{file.purpose}'; a batch takes one of 'batch'."
+                raise ApiError(400, message, code="invalid_value", param="input_file_id")
             batch = replace(batch, source=None if file is None else file.id)
             return json_response(await show(host, await self._made(caller, batch, key)))
         incoming = host.files.begin()

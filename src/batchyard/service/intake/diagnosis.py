@@ -237,8 +237,8 @@ def _check_body(found: dict[str, Any], line: int, *, model_needed: bool) -> list
         message = f'"body.model" is {_kind(model)}; it must be a string.'
         errors.append(LineError("invalid_type", message, line, "body.model"))
     elif not model and model_needed:
-        message = '"body.model" is missing. Name the model here, or for all requests with --model.'
-        errors.append(LineError("missing_required_parameter", message, line, "body.model"))
+        message = '"body.model" is missing. Name it in each request; `batchyard run` also takes --model.'
+        errors.append(LineError("invalid_request", message, line, "body.model"))
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
         message = f'"body.stream" is {_kind(stream)}; leave it out.'
@@ -250,7 +250,7 @@ def _check_body(found: dict[str, Any], line: int, *, model_needed: bool) -> list
     needed = NEEDS.get(Endpoint(url)) if isinstance(url, str) and url in set(Endpoint) else None
     if needed and needed not in body:
         message = f'"body.{needed}" is missing; {url} needs it.'
-        errors.append(LineError("missing_required_parameter", message, line, f"body.{needed}"))
+        errors.append(LineError("invalid_request", message, line, f"body.{needed}"))
     return errors
 
 

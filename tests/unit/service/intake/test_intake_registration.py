@@ -249,7 +249,7 @@ BAD_LINES = {
     "body a string": (line(body="{}"), "invalid_type", "body", '"body" is a string'),
     "model missing": (
         line(body={"messages": []}),
-        "missing_required_parameter",
+        "invalid_request",
         "body.model",
         '"body.model" is missing',
     ),
@@ -258,19 +258,19 @@ BAD_LINES = {
     "stream a string": (line(body={**CHAT, "stream": "yes"}), "invalid_type", "body.stream", "is a string"),
     "messages missing": (
         line(body={"model": "m"}),
-        "missing_required_parameter",
+        "invalid_request",
         "body.messages",
         '"body.messages" is missing; /v1/chat/completions needs it.',
     ),
     "prompt missing": (
         line(url="/v1/completions", body=CHAT),
-        "missing_required_parameter",
+        "invalid_request",
         "body.prompt",
         '"body.prompt" is missing',
     ),
     "input missing": (
         line(url="/v1/embeddings", body=CHAT),
-        "missing_required_parameter",
+        "invalid_request",
         "body.input",
         '"body.input" is missing',
     ),
