@@ -3,6 +3,7 @@
     docs/reference/cli.md        every command and option, from the command line itself
     docs/reference/errors.md     every error, from the code's own words
     docs/reference/lifecycle.md  the life of a Batch, drawn from its table
+    docs/reference/http-api.md   every path of the server, from the rows that its routes are made of
 
 Also checks that every relative link in the documentation leads somewhere.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import typer.main
 
 from batchyard import errors
+from batchyard.api.app import every_operation
 from batchyard.cli import app
 from batchyard.cli.report import ExitCode
 from batchyard.service.lifecycle import TERMINAL, TRANSITIONS, Status
@@ -113,6 +115,7 @@ _CODES = {
     "invalid_value": "A key holds a value that is not allowed.",
     "invalid_url": "The `url` is unknown, or the engine does not answer it.",
     "duplicate_custom_id": "The `custom_id` repeats an earlier line's.",
+    "invalid_request": "The body lacks its model or its prompt; on a server also: no such file.",
     "mismatched_model": "A second model, where the engine serves one.",
     "streaming_unsupported": "`stream: true`: results of a Batch are written to a file.",
     "string_above_max_length": "The `custom_id` is too long.",
@@ -137,6 +140,25 @@ def lifecycle_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def http_page() -> str:
+    """Every path of the server."""
+    lines = ["# Every path\n", _NOTICE]
+    lines += [
+        "A running server gives the whole, with every type, as `/openapi.json`; what is ours is told in"
+    ]
+    lines += [
+        "[the guide](../guides/batches.md). `/healthz`, `/readyz` and `/openapi.json` ask for no key.\n"
+    ]
+    lines += ["| Call | What it does | Scope |\n|---|---|---|"]
+    nobody: Any = None  # the rows are looked at, not answered
+    for one in sorted(every_operation(nobody, nobody), key=lambda row: row.path):
+        path = one.path.replace(":path", "")
+        scopes = " or ".join(f"`{scope}`" for scope in one.scopes)
+        query = ", ".join(f"`{query.name}`" for query in one.query)
+        lines.append(f"| `{one.method} {path}` | {one.summary}{f' ({query})' if query else ''} | {scopes} |")
+    return "\n".join(lines) + "\n"
+
+
 def broken_links() -> list[str]:
     """Relative links that lead nowhere."""
     broken: list[str] = []
@@ -154,6 +176,7 @@ def broken_links() -> list[str]:
 def main() -> int:
     """Write the pages, or check them; returns the exit code."""
     pages = {"cli.md": cli_page(), "errors.md": errors_page(), "lifecycle.md": lifecycle_page()}
+    pages["http-api.md"] = http_page()
     problems = []
     if "--check" in sys.argv:
         problems += [

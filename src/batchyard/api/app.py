@@ -28,11 +28,28 @@ from batchyard.api.openai.models import ModelsApi
 from batchyard.api.openai.planning import PlanningApi
 from batchyard.api.openai.uploads import UploadsApi
 from batchyard.api.openai.webhooks import WebhooksApi
-from batchyard.api.operations import describe
+from batchyard.api.operations import Operation, describe
 from batchyard.service.hosting.host import Host
 
 #: Names and values of all headers of a request together, in bytes.
 _MAX_HEADERS = 65_536
+
+
+def every_operation(host: Host, access: Access, public_url: str | None = None) -> list[Operation]:
+    """Everything that clients can ask for."""
+    # Routes are tried one after the other: those that are asked most often come first.
+    return [
+        *LiveApi(host).operations(),
+        *MessagesApi(host).operations(),
+        *FilesApi(host).operations(),
+        *UploadsApi(host).operations(),
+        *BatchesApi(host).operations(),
+        *BatchRequestsApi(host, access).operations(),
+        *PlanningApi(host).operations(),
+        *WebhooksApi(host).operations(),
+        *ModelsApi(host).operations(),
+        *MessageBatchesApi(host, public_url).operations(),
+    ]
 
 
 def make_app(host: Host, *, open_access: bool = False, public_url: str | None = None) -> Starlette:
@@ -66,19 +83,7 @@ def make_app(host: Host, *, open_access: bool = False, public_url: str | None = 
             ready = False
             await host.close()
 
-    # Routes are tried one after the other: those that are asked most often come first.
-    operations = [
-        *LiveApi(host).operations(),
-        *MessagesApi(host).operations(),
-        *FilesApi(host).operations(),
-        *UploadsApi(host).operations(),
-        *BatchesApi(host).operations(),
-        *BatchRequestsApi(host, access).operations(),
-        *PlanningApi(host).operations(),
-        *WebhooksApi(host).operations(),
-        *ModelsApi(host).operations(),
-        *MessageBatchesApi(host, public_url).operations(),
-    ]
+    operations = every_operation(host, access, public_url)
     document = msgspec.json.encode(describe(operations))
     routes: list[BaseRoute] = [
         *(one.route(access) for one in operations),
