@@ -453,12 +453,12 @@ def test_the_output_is_read_line_by_line_by_the_openai_sdk(batchyard):
 
 def test_a_full_disk_pauses_the_run_and_it_resumes_when_there_is_room():
     """A limit on file size stands in for a full disk: the kernel refuses the write in the same place."""
-    write(*[request(str(i)) for i in range(400)])
+    write(*[request(str(i)) for i in range(600)])
     command = [sys.executable, "-m", "batchyard", "run", "in.jsonl", *ECHO]
 
     def no_room():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (220_000, resource.RLIM_INFINITY))
 
     full = subprocess.run(command, preexec_fn=no_room, capture_output=True, text=True, check=False)
     assert full.returncode == 3, full
@@ -466,4 +466,4 @@ def test_a_full_disk_pauses_the_run_and_it_resumes_when_there_is_room():
     assert "Traceback" not in full.stderr
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    assert sorted(int(one["custom_id"]) for one in results()) == list(range(400))
+    assert sorted(int(one["custom_id"]) for one in results()) == list(range(600))

@@ -15,7 +15,7 @@ from served import Server, ids, jsonl, line, log_of, results, start_batch, until
 from batchyard.engines.echo import EchoEngine
 from batchyard.events import EventBus
 from batchyard.service.hosting.host import Host, NewBatch
-from batchyard.service.hosting.slots import Served
+from batchyard.service.hosting.served import Served
 
 
 def each_once(client, batch, wanted):

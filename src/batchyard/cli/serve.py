@@ -26,10 +26,12 @@ from batchyard.cli.settings import ModelSettings, Settings, read_settings
 from batchyard.clock import SystemClock
 from batchyard.errors import EngineError, StoreError, UsageError
 from batchyard.events import EventBus
+from batchyard.scheduling.scheduler import Policy
+from batchyard.scheduling.tiers import Tiers
 from batchyard.service.hosting.host import Host
 from batchyard.service.hosting.pool import EnginePool
+from batchyard.service.hosting.served import Served
 from batchyard.service.hosting.shelf import Place
-from batchyard.service.hosting.slots import Served
 from batchyard.stores.object_blobs import open_blobs
 from batchyard.types import Endpoint
 
@@ -121,11 +123,12 @@ def _default_models() -> list[ModelSettings]:
     return [ModelSettings("smollm2-135m-instruct", "llama"), ModelSettings("all-minilm-l6-v2", "onnx")]
 
 
-def _served(name: str, members: Sequence[ModelSettings], events: EventBus) -> Served:
+def _served(name: str, members: Sequence[ModelSettings], settings: Settings, events: EventBus) -> Served:
     """One model; those that have the same name serve it together."""
     if not name:
         raise UsageError("The model needs a name that clients call it by. Give --name, or --model.")
     engines = []
+    adaptive = False
     for one in members:
         endpoint = Endpoint.EMBEDDINGS if one.engine == "onnx" else None
         engine_name = choose_engine(one.engine, one.model, one.base_url, endpoint)
@@ -134,18 +137,27 @@ def _served(name: str, members: Sequence[ModelSettings], events: EventBus) -> Se
         )
         engine = build_engine(choice, events)
         engines.append((engine, concurrency_of(choice, engine)))
-    if len(engines) == 1:
-        (engine, concurrency) = engines[0]
-        return Served(name, engine, concurrency, time.time())
-    together = sum(room for _, room in engines)
-    return Served(name, EnginePool(engines, SystemClock()), together, time.time())
+        # How much somebody else's server takes is only known by asking.
+        adaptive = adaptive or engine.capabilities.slots is None
+    first = engines[0][0] if len(engines) == 1 else EnginePool(engines, SystemClock())
+    reserved = [one.reserve for one in members if one.reserve is not None]
+    return Served(
+        name,
+        first,
+        sum(room for _, room in engines),
+        time.time(),
+        adaptive=adaptive,
+        reserve=sum(reserved) if reserved else None,
+        ceiling_s=Tiers([one.tier() for one in settings.tier]).ceiling_s,
+        policy=Policy(weights=settings.weights),
+    )
 
 
-def _all_served(models: Sequence[ModelSettings], events: EventBus) -> list[Served]:
+def _all_served(models: Sequence[ModelSettings], settings: Settings, events: EventBus) -> list[Served]:
     by_name: dict[str, list[ModelSettings]] = {}
     for one in models:
         by_name.setdefault(one.name, []).append(one)
-    return [_served(name, members, events) for name, members in by_name.items()]
+    return [_served(name, members, settings, events) for name, members in by_name.items()]
 
 
 def _serve(asked: _Asked, report: Report) -> int:
@@ -161,9 +173,10 @@ def _serve(asked: _Asked, report: Report) -> int:
     )
     host = Host(
         place,
-        _all_served(asked.models, events),
+        _all_served(asked.models, settings, events),
         events=events,
         private_webhooks=settings.private_webhooks,
+        tiers=Tiers([one.tier() for one in settings.tier]),
     )
     keys = [one for one in host.keys.all() if one.revoked_at is None]
     if not _is_loopback(settings.host) and not keys and not asked.without_keys:

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from batchyard.cli.values import duration_s
 from batchyard.errors import UsageError
+from batchyard.scheduling.tiers import Tier
 
 DEFAULT_CONFIG = Path("batchyard.toml")
 DEFAULT_STATE = Path("batchyard-server")
@@ -24,7 +26,32 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     base_url: str | None = None
     api_key_env: str = "OPENAI_API_KEY"
     concurrency: int | None = None
+    #: Slots that are kept free for interactive requests; by default as many as their arrivals ask for.
+    reserve: Annotated[int, msgspec.Meta(ge=0)] | None = None
     timeout_s: float = 600.0
+
+
+class TierSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """One `[[tier]]` of `batchyard.toml`: of deferred work with its `window`, or else interactive."""
+
+    #: What requests call it, in `service_tier` or the header `x-batchyard-tier`.
+    name: str
+    #: Until when a request must be answered, such as 10m.
+    window: str | None = None
+    #: The longest that an interactive request should wait and run, such as 2s; bulk makes room for it.
+    ceiling: str | None = None
+
+    def tier(self) -> Tier:
+        """As the scheduler knows it.
+
+        Raises:
+            UsageError: its times are none.
+        """
+        window_s = None if self.window is None else duration_s(self.window, f"window of the tier {self.name}")
+        ceiling_s = (
+            None if self.ceiling is None else duration_s(self.ceiling, f"ceiling of the tier {self.name}")
+        )
+        return Tier(self.name, window_s, ceiling_s)
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -43,6 +70,9 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     lease_s: Annotated[float, msgspec.Meta(ge=0.5, le=600)] = 15.0
     #: Deliver webhooks to private addresses and over plain HTTP too.
     private_webhooks: bool = False
+    #: Relative shares of tenants; 1 for those that are not named.
+    weights: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}
+    tier: list[TierSettings] = []
     model: list[ModelSettings] = []
 
 

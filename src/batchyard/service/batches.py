@@ -134,8 +134,9 @@ class BatchService:
         return next(usable, None)
 
     def counts(self, batch_id: str) -> Counts:
-        """What is finished of a Batch."""
-        return self._store.counts(batch_id)
+        """What is finished of a Batch; what never ran counts as failed here, as its line is an error."""
+        found = self._store.counts(batch_id)
+        return Counts(found.succeeded, found.failed + found.never_ran, found.usage)
 
     def finished(self, batch_id: str) -> Counts:
         """What a resumed run keeps: committed chunks and what can be salvaged of the others."""

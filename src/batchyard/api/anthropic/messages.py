@@ -20,14 +20,14 @@ from batchyard.api.anthropic.shapes import AnthropicError, CountBody, MessageBod
 from batchyard.api.anthropic.translate import StreamTranslator, to_chat, to_message
 from batchyard.api.bodies import parse_object
 from batchyard.api.errors import ApiError, json_response
-from batchyard.api.openai.live import answer_while_there, as_error, check_room, first_chunk
+from batchyard.api.openai.live import answer_while_there, as_error, check_room, demand_of, first_chunk
 from batchyard.api.openai.models import served_to
 from batchyard.api.operations import Operation
 from batchyard.api.reading import read_body
 from batchyard.errors import EngineError
 from batchyard.service.hosting.host import Host
 from batchyard.service.hosting.keys import Scope
-from batchyard.service.hosting.slots import NOW, Served
+from batchyard.service.hosting.served import Served
 from batchyard.types import Answer, Endpoint, Request
 
 _MAX_BODY = 32 << 20
@@ -88,7 +88,7 @@ class MessagesApi:
         message_id = http.state.request_id.replace("req_", "msg_", 1)
         body = msgspec.json.encode(chat)
         request = Request(http.state.request_id, Endpoint.CHAT, body, served.name)
-        engine = served.at(NOW)
+        engine = served.at(demand_of(http, caller, self._host, None))
         if chat.get("stream"):
             if not served.engine.capabilities.streams:
                 raise ApiError(400, f"stream: the model {served.name!r} does not stream")

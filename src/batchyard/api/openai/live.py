@@ -24,9 +24,10 @@ from batchyard.api.openai.shapes import LIVE_BODIES
 from batchyard.api.operations import Operation
 from batchyard.api.reading import read_body
 from batchyard.errors import EngineError
+from batchyard.scheduling.scheduler import Demand
 from batchyard.service.hosting.host import Host
 from batchyard.service.hosting.keys import Scope
-from batchyard.service.hosting.slots import NOW, Served, SharedEngine
+from batchyard.service.hosting.served import Served, SharedEngine
 from batchyard.types import Answer, Endpoint, Fault, FaultKind, Outcome, Request
 
 _MAX_BODY = 64 << 20
@@ -74,8 +75,9 @@ class LiveApi:
             message = f"The model {served.name!r} does not answer {endpoint.value}."
             raise ApiError(400, message, code="unsupported_endpoint", param="model")
         check_room(served)
+        demand = demand_of(http, caller, self._host, asked.service_tier)
         request = Request(http.state.request_id, endpoint, raw, served.name)
-        engine = served.at(NOW)
+        engine = served.at(demand)
         if asked.stream:
             if not served.engine.capabilities.streams or endpoint is Endpoint.EMBEDDINGS:
                 message = f"The model {served.name!r} does not stream {endpoint.value}."
@@ -84,13 +86,28 @@ class LiveApi:
         return _as_response(await answer_while_there(http.receive, engine, request))
 
 
+def demand_of(http: HttpRequest, caller: Caller, host: Host, service_tier: str | None) -> Demand:
+    """What a live request asks of the scheduler: its tier comes from a header, else from its body.
+
+    Raises:
+        ApiError: there is no such tier.
+    """
+    name = http.headers.get("x-batchyard-tier") or service_tier
+    tier = host.tiers.named(name)
+    if tier is None:
+        known = ", ".join(repr(one) for one in host.tiers.names)
+        message = f"There is no tier {name!r:.100}. Use one of: {known}; or leave it out."
+        raise ApiError(400, message, code="invalid_value", param="service_tier")
+    return Demand(caller.tenant, tier.interactive, tier.deadline(host.clock.wall()))
+
+
 def check_room(served: Served) -> None:
     """Make sure that one more may wait for a model.
 
     Raises:
         ApiError: too many do already.
     """
-    if served.slots.waiting >= _MOST_WAITING:
+    if served.gate.waiting >= _MOST_WAITING:
         message = f"{_MOST_WAITING:,} requests wait for the model {served.name!r} already. Try again later."
         raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"retry-after": "2"})
 

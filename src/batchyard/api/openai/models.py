@@ -11,7 +11,7 @@ from batchyard.api.openai.shapes import ModelList, ModelObject
 from batchyard.api.operations import READS, Operation
 from batchyard.service.hosting.host import Host
 from batchyard.service.hosting.keys import Scope
-from batchyard.service.hosting.slots import Served
+from batchyard.service.hosting.served import Served
 
 _SCOPES = (Scope.LIVE, *READS)
 

@@ -505,6 +505,7 @@ class ChatBody(Struct):
     model: str
     messages: list[dict[str, Any]]
     stream: bool | None = None
+    service_tier: str | None = None
 
 
 class CompletionBody(Struct):
@@ -513,6 +514,7 @@ class CompletionBody(Struct):
     model: str
     prompt: str | list[Any]
     stream: bool | None = None
+    service_tier: str | None = None
 
 
 class EmbeddingBody(Struct):
@@ -521,6 +523,7 @@ class EmbeddingBody(Struct):
     model: str
     input: str | list[Any]
     stream: bool | None = None
+    service_tier: str | None = None
 
 
 class ResponseBody(Struct):
@@ -529,6 +532,7 @@ class ResponseBody(Struct):
     model: str
     input: str | list[Any]
     stream: bool | None = None
+    service_tier: str | None = None
 
 
 LIVE_BODIES: dict[Endpoint, type[ChatBody | CompletionBody | EmbeddingBody | ResponseBody]] = {

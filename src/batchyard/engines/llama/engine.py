@@ -270,13 +270,15 @@ class LlamaEngine:
         if refused is not None:
             return refused
         await self._ready()
+        child = self._child
         self._running += 1
         try:
             try:
                 chunks = await self._all_chunks(request)
             except aiohttp.ClientConnectorError:
                 # Nothing was sent: the process has just died, and its end will be noticed in a moment.
-                await self._wait_for_the_next(self._child)
+                await self._notice_the_end_of(child)
+                await self._ready()
                 chunks = await self._all_chunks(request)
             body, usage = assemble(request.endpoint, chunks, self.model or "llama")
         except _Status as problem:
@@ -284,6 +286,8 @@ class LlamaEngine:
         except NoAnswer as problem:
             return await self._unfinished(problem)
         except (aiohttp.ClientError, OSError):
+            # Whoever tries again at once must not meet the same dying process.
+            await self._notice_the_end_of(child)
             return self._died()
         else:
             return Answer(200, body, usage)
@@ -294,12 +298,13 @@ class LlamaEngine:
         async with aclosing(self._chunks(request, usage=True)) as stream:
             return [chunk async for chunk in stream]
 
-    async def _wait_for_the_next(self, dying: ChildProcess | None) -> None:
+    @staticmethod
+    async def _notice_the_end_of(dying: ChildProcess | None) -> None:
+        """Its connections break a moment before its end is seen; wait for that, if it comes."""
         if dying is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_DYING_S):
                     await dying.process.wait()
-        await self._ready()
 
     async def _chunks(self, request: Request, *, usage: bool) -> AsyncGenerator[bytes]:
         session = self._session

@@ -17,6 +17,7 @@ import msgspec
 from batchyard.clock import Clock, SystemClock
 from batchyard.errors import BatchNotFound, StoreError
 from batchyard.events import EventBus
+from batchyard.scheduling.tiers import Tiers
 from batchyard.service.hosting.acts import Acts
 from batchyard.service.hosting.admission import check_input
 from batchyard.service.hosting.courier import Courier
@@ -25,8 +26,8 @@ from batchyard.service.hosting.journeys import Journeys
 from batchyard.service.hosting.keys import Keys
 from batchyard.service.hosting.reader import BatchCounts, Reader
 from batchyard.service.hosting.retried import write_retried
+from batchyard.service.hosting.served import Served
 from batchyard.service.hosting.shelf import Limits, Place, Shelf, input_name
-from batchyard.service.hosting.slots import Served
 from batchyard.service.hosting.uploads import Uploads
 from batchyard.service.hosting.webhooks import Webhooks
 from batchyard.service.intake.spans import Registration
@@ -95,6 +96,7 @@ class Host:
         place: where everything is kept; a folder alone is for one host at a time.
         models: what Batches and live requests may ask for; their engines are started by `open`.
         private_webhooks: deliver webhooks to private addresses and over plain HTTP too.
+        tiers: the latency classes that requests may name.
 
     Raises:
         StoreError: the place cannot be used, or another process works on it alone.
@@ -109,10 +111,12 @@ class Host:
         clock: Clock | None = None,
         events: EventBus | None = None,
         private_webhooks: bool = False,
+        tiers: Tiers | None = None,
     ) -> None:
         self.clock = clock or SystemClock()
         self.limits = limits or Limits()
         self.events = events or EventBus()
+        self.tiers = tiers or Tiers()
         where = Place(place) if isinstance(place, Path) else place
         self._shelf = Shelf(where, models, self.limits, self.clock, self.events)
         self._journeys = Journeys(self._shelf)

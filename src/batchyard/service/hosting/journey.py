@@ -25,11 +25,12 @@ from batchyard.errors import (
     StoreError,
 )
 from batchyard.scheduling.canary import CanaryPolicy
+from batchyard.scheduling.scheduler import Demand
 from batchyard.service.hosting.admission import check_input, tokens_of
 from batchyard.service.hosting.amendments import amending
 from batchyard.service.hosting.keys import may_use
+from batchyard.service.hosting.served import RoutedEngine, SharedEngine
 from batchyard.service.hosting.shelf import Shelf
-from batchyard.service.hosting.slots import RoutedEngine, SharedEngine, Urgency
 from batchyard.service.input_file import InputFile
 from batchyard.service.intake.spans import Registration
 from batchyard.service.join import Joined, Order, SegmentsDamaged, join_committed
@@ -101,7 +102,9 @@ class Journey:
             worker.withdraw(withdrawn)
             worker.expire_at(batch.deadline_at)
             assert self._engine is not None
-            self._engine.urgency = _urgency(batch)
+            demand = self._engine.demand
+            demand.deadline, demand.priority = _deadline(batch), batch.priority
+            self._engine.changed()
 
     def stop(self) -> None:
         """The server stops: keep what is finished and end."""
@@ -258,17 +261,19 @@ class Journey:
         shelf = self._shelf
         self.batch = batch
         await self._look_at_key(batch)
+        counts = await shelf.kept(lambda: shelf.store.done_counts(self.id))
+        left = batch.total - counts.succeeded - counts.failed - counts.never_ran
+        demand = Demand(batch.tenant, False, _deadline(batch), batch.priority, max(left, 1))
         if batch.model is None:
-            self._engine = RoutedEngine(shelf.models, _urgency(batch), self._may_use)
+            self._engine = RoutedEngine(shelf.models, demand, self._may_use)
             concurrency = sum(one.concurrency for one in shelf.models.values())
         elif (served := shelf.models.get(batch.model)) is not None:
-            self._engine, concurrency = served.at(_urgency(batch)), served.concurrency
+            self._engine, concurrency = served.at(demand), served.concurrency
         else:
             message = f"The model {batch.model!r} is not served any more. Serve it again to go on."
             return Stop("no_model", message)
         source = await asyncio.to_thread(self._open_input, batch)
         try:
-            done = await shelf.kept(lambda: shelf.store.done_counts(self.id))
             withdrawn = await shelf.kept(lambda: shelf.store.withdrawn(self.id))
             canary = batch.settings.get("canary")
             if batch.canary_passed or not canary:
@@ -298,7 +303,7 @@ class Journey:
                 clock=shelf.clock,
                 events=shelf.events,
             )
-            worker.continue_from(done)
+            worker.continue_from(counts)
             now = await self._get()
             if now.revision != batch.revision and Status(now.status) is not Status.CANCELLING:
                 # Changed since it was looked at: begin again with what it is now.
@@ -413,8 +418,8 @@ class Journey:
         shelf.tell(await self._get())
 
 
-def _urgency(batch: BatchRecord) -> Urgency:
-    return (-float(batch.priority), batch.deadline_at or batch.created_at)
+def _deadline(batch: BatchRecord) -> float:
+    return batch.deadline_at or batch.created_at
 
 
 def _file_id(batch_id: str, kind: str) -> str:

@@ -16,7 +16,7 @@ from batchyard.clock import Clock
 from batchyard.events import Event, EventBus
 from batchyard.service.hosting.files import Files
 from batchyard.service.hosting.keys import Keys
-from batchyard.service.hosting.slots import Served
+from batchyard.service.hosting.served import Served
 from batchyard.service.hosting.uploads import Uploads
 from batchyard.service.hosting.webhooks import Webhooks
 from batchyard.service.lifecycle import TERMINAL

@@ -1,70 +1,28 @@
-"""Floor 6. One engine shared by many: never more in flight than its slots, urgent work first.
+"""Floor 6. What a server serves: models, each with its engine and the gate before that.
 
-Knows nothing of Batches or callers; whoever dispatches says how urgent it is.
+One engine is shared by many: a caller sees it as an engine of its own that is sometimes slow to answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from json import dumps
-from math import inf
 
+from batchyard.clock import Clock, SystemClock
 from batchyard.engines.protocol import Engine
-from batchyard.types import Answer, Capabilities, Outcome, Request
+from batchyard.scheduling.scheduler import Demand, Policy
+from batchyard.scheduling.windows import BulkWindow, EngineWindow
+from batchyard.service.hosting.gate import Gate
+from batchyard.types import Answer, Capabilities, Fault, FaultKind, Outcome, Request
 
-#: How urgent a call is: the smaller goes first. For a Batch: minus its priority, then its deadline in Unix
-#: seconds.
-Urgency = tuple[float, float]
-#: Urgency of a caller who waits, ahead of every Batch.
-NOW: Urgency = (-inf, 0.0)
-
-
-class Slots:
-    """A counting gate that lets the most urgent in first, and equals in order of arrival."""
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: list[tuple[Urgency, int, asyncio.Future[None]]] = []
-        self._order = itertools.count()
-
-    @property
-    def waiting(self) -> int:
-        """How many wait for a slot."""
-        return sum(not future.done() for _, _, future in self._waiting)
-
-    async def acquire(self, urgency: Urgency) -> None:
-        """Wait for a slot; give it back with `release`."""
-        if self._free > 0 and not self._waiting:
-            self._free -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (urgency, next(self._order), turn))
-        self._let_in()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                # The slot came in the same moment: pass it on.
-                self.release()
-            raise
-
-    def release(self) -> None:
-        """Give a slot back."""
-        self._free += 1
-        self._let_in()
-
-    def _let_in(self) -> None:
-        while self._free > 0 and self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                self._free -= 1
-                turn.set_result(None)
+#: Bytes of a body that are taken for a token.
+_BYTES_A_TOKEN = 4
+#: Faults by which an engine says that it is asked too much.
+_TOO_MUCH = frozenset({429, 503})
 
 
 @dataclass(slots=True)
@@ -75,31 +33,40 @@ class Served:
     engine: Engine
     concurrency: int
     created_at: float
-    slots: Slots = field(init=False)
+    #: Whether `concurrency` is the most that the engine may take rather than what it surely takes.
+    adaptive: bool = False
+    #: Slots that are kept free for interactive requests; by default as many as their arrivals ask for.
+    reserve: int | None = None
+    #: The longest that an interactive request should wait and run, in seconds.
+    ceiling_s: float | None = None
+    clock: Clock = field(default_factory=SystemClock)
+    policy: Policy | None = None
+    gate: Gate = field(init=False)
     #: Requests that were answered so far, and how long slots were busy with them, in seconds.
     answered: int = 0
     busy_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.concurrency)
+        engine = EngineWindow(self.concurrency, adaptive=self.adaptive)
+        bulk = BulkWindow(reserve=self.reserve, ceiling_s=self.ceiling_s)
+        self.gate = Gate(engine, bulk, self.clock, self.policy)
 
     @property
     def per_s(self) -> float | None:
         """Requests a second with every slot busy, going by those answered so far; None before any."""
         return self.concurrency * self.answered / self.busy_s if self.busy_s > 0 else None
 
-    def at(self, urgency: Urgency) -> SharedEngine:
-        """The engine as a caller of this urgency sees it."""
-        return SharedEngine(self, urgency)
+    def at(self, demand: Demand) -> SharedEngine:
+        """The engine as whoever makes this demand sees it."""
+        return SharedEngine(self, demand)
 
 
 class SharedEngine:
     """An `Engine` whose every call waits for its turn. Starting and closing it is its owner's business."""
 
-    def __init__(self, served: Served, urgency: Urgency) -> None:
+    def __init__(self, served: Served, demand: Demand) -> None:
         self._served = served
-        #: May be changed while calls wait; it counts for later ones.
-        self.urgency = urgency
+        self.demand = demand
         self.name = served.engine.name
         self.model = served.engine.model
 
@@ -113,29 +80,48 @@ class SharedEngine:
     async def close(self) -> None:
         """Closed by its owner."""
 
+    def changed(self) -> None:
+        """The demand has another deadline or priority."""
+        self._served.gate.changed(self.demand)
+
     async def dispatch(self, requests: Sequence[Request]) -> list[Outcome]:
-        served = self._served
-        await served.slots.acquire(self.urgency)
+        served, demand = self._served, self.demand
+        ticket = await served.gate.enter(demand, sum(len(one.body) for one in requests) / _BYTES_A_TOKEN)
+        tokens, limited = 0.0, False
         try:
             began = time.perf_counter()
             outcomes = await served.engine.dispatch(requests)
             served.busy_s += time.perf_counter() - began
             served.answered += len(requests)
+            for one in outcomes:
+                if isinstance(one, Answer):
+                    tokens += one.usage.output_tokens
+                    demand.remaining -= 1
+                elif _is_too_much(one):
+                    limited = True
             return outcomes
         finally:
-            served.slots.release()
+            served.gate.leave(ticket, tokens_out=tokens, limited=limited)
 
     async def stream(self, request: Request) -> AsyncIterator[bytes]:
-        await self._served.slots.acquire(self.urgency)
+        served = self._served
+        ticket = await served.gate.enter(self.demand, len(request.body) / _BYTES_A_TOKEN)
+        chunks_out = 0
         try:
-            async with aclosing(self._served.engine.stream(request)) as chunks:  # type: ignore[type-var]
+            async with aclosing(served.engine.stream(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
+                    chunks_out += 1
                     yield chunk
         finally:
-            self._served.slots.release()
+            # A chunk is about a token.
+            served.gate.leave(ticket, tokens_out=chunks_out)
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
         return await self._served.engine.count_tokens(requests)
+
+
+def _is_too_much(fault: Fault) -> bool:
+    return fault.kind is FaultKind.RATE_LIMITED or fault.status_code in _TOO_MUCH
 
 
 class RoutedEngine:
@@ -148,14 +134,16 @@ class RoutedEngine:
     def __init__(
         self,
         models: Mapping[str, Served],
-        urgency: Urgency,
+        demand: Demand,
         permitted: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self.name = "routed"
         self.model: str | None = None
         self._models = models
-        self.urgency = urgency
+        #: As it was asked; each model gets one of its own like it.
+        self.demand = demand
         self._permitted = permitted
+        self._engines: dict[str, SharedEngine] = {}
 
     @property
     def capabilities(self) -> Capabilities:
@@ -184,15 +172,35 @@ class RoutedEngine:
         if request.endpoint not in served.engine.capabilities.endpoints:
             message = f"The model {request.model!r} does not answer {request.endpoint.value}."
             return _refused(400, message, "unsupported_endpoint")
-        (outcome,) = await served.at(self.urgency).dispatch([request])
+        (outcome,) = await self._engine(served).dispatch([request])
         return outcome
 
+    def _engine(self, served: Served) -> SharedEngine:
+        engine = self._engines.get(served.name)
+        if engine is None:
+            engine = self._engines[served.name] = served.at(like(self.demand))
+        return engine
+
+    def changed(self) -> None:
+        """The demand has another deadline or priority."""
+        for engine in self._engines.values():
+            engine.demand.deadline = self.demand.deadline
+            engine.demand.priority = self.demand.priority
+            engine.changed()
+
     async def stream(self, request: Request) -> AsyncIterator[bytes]:
-        async for chunk in self._models[request.model or ""].at(self.urgency).stream(request):
+        async for chunk in self._engine(self._models[request.model or ""]).stream(request):
             yield chunk
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
         return [None] * len(requests)
+
+
+def like(demand: Demand) -> Demand:
+    """Another demand of the same kind."""
+    return Demand(
+        demand.tenant, demand.interactive, demand.deadline, demand.priority, max(demand.remaining, 1)
+    )
 
 
 def _refused(status: int, message: str, code: str) -> Answer:
