@@ -26,8 +26,8 @@ setup: $(VENV)/.dev ## Install everything that development needs into .venv
 demo: $(VENV)/.demo ## Set up, then answer a real file of requests with two embedded models
 	$(BIN)/batchyard demo
 
-test: $(VENV)/.dev ## Set up, then run all tests
-	$(BIN)/python -m pytest
+test: $(VENV)/.dev ## Set up, then run all tests, two at a time
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 fast: $(VENV)/.dev ## Run the tests that need no model and no minute
 	$(BIN)/python -m pytest -m "not model and not slow"

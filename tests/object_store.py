@@ -1,5 +1,6 @@
 """An S3 server of the tests' own (SeaweedFS, from its wheel), in a folder of its own."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -80,8 +81,9 @@ class ObjectStore:
 
 
 def free_port():
-    # The server adds 10,000 to some ports, so they must not be high.
-    for port in range(20_000, 30_000):
+    # The server adds 10,000 to some ports, so they must not be high. Test processes side by side keep apart.
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in range(20_000 + 1_000 * (worker % 9), 30_000):
         if port in _given:
             continue
         with socket.socket() as probe:

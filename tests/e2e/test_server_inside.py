@@ -64,7 +64,7 @@ def test_requests_are_listed_with_their_states_before_and_after_the_end(tmp_path
             assert answer.status_code == status
 
 
-def test_failures_are_grouped_while_it_runs_and_afterwards(tmp_path, place):
+def test_failures_are_grouped_while_it_runs_and_afterwards(tmp_path):
     with slow(tmp_path, latency="2ms", fail=",fail=a*:404,fail=b*:422") as server, server.client() as client:
         names = [f"{'aab'[n % 3]}{n}" for n in range(90)] + ["good"]
         batch = start_batch(client, [line(one) for one in names])
@@ -126,7 +126,7 @@ def events_of(response):
             name = None
 
 
-def test_results_are_streamed_as_they_come_and_a_lost_stream_is_taken_up(tmp_path, place):
+def test_results_are_streamed_as_they_come_and_a_lost_stream_is_taken_up(tmp_path):
     with slow(tmp_path, latency="5ms", at_once=4) as server, server.client() as client:
         names = [f"r{n}" for n in range(400)]
         batch = start_batch(client, [line(one) for one in names])
@@ -225,7 +225,7 @@ def test_what_has_not_run_is_amended_and_what_has_is_not(tmp_path, place):
             act(client, batch, "amend", body={"seed": 1})
 
 
-def test_an_amended_batch_goes_on_with_another_model(tmp_path, place):
+def test_an_amended_batch_goes_on_with_another_model(tmp_path):
     settings = tmp_path / "batchyard.toml"
     models = "".join(
         f'[[model]]\nname = "{name}"\nengine = "echo:max_batch=1,latency=40ms,log={tmp_path / name}"\n'
@@ -244,7 +244,7 @@ def test_an_amended_batch_goes_on_with_another_model(tmp_path, place):
         assert len(set(log_of(tmp_path / "large"))) < 20
 
 
-def test_a_canary_holds_a_bad_batch_and_lets_it_go_on_when_told(tmp_path, place):
+def test_a_canary_holds_a_bad_batch_and_lets_it_go_on_when_told(tmp_path):
     with slow(tmp_path, latency="1ms", fail=",fail=r?:400") as server, server.client() as client:
         names = [f"r{n}" for n in range(200)]
         canary = {"extra_body": {"canary": {"first": 10, "max_failed_share": 0.2}}}
@@ -259,7 +259,7 @@ def test_a_canary_holds_a_bad_batch_and_lets_it_go_on_when_told(tmp_path, place)
         assert until(client, good.id).request_counts.completed == 200
 
 
-def test_the_failed_are_run_again_as_a_new_batch(tmp_path, place):
+def test_the_failed_are_run_again_as_a_new_batch(tmp_path):
     with slow(tmp_path, latency="1ms", fail=",fail=bad-*:400x1,fail=ugly-*:404") as server:
         with server.client() as client:
             names = [*(f"bad-{n}" for n in range(5)), *(f"ugly-{n}" for n in range(3)), "good"]
@@ -303,7 +303,7 @@ def test_the_preferred_batch_goes_first_and_a_window_can_be_moved(tmp_path):
         assert kept["metadata"] == {"now": "done"}
 
 
-def test_a_batch_of_inline_requests_needs_no_file(tmp_path, place):
+def test_a_batch_of_inline_requests_needs_no_file(tmp_path):
     with Server(tmp_path, "--engine", "echo") as server, server.client() as client:
         wanted = {
             "endpoint": "/v1/chat/completions",
@@ -374,7 +374,7 @@ def test_batches_are_found_by_model_metadata_and_time(tmp_path, place):
         assert httpx.get(f"{server.base_url}/batches?created_after=soon").status_code == 400
 
 
-def test_a_batch_is_estimated_without_being_made(tmp_path, place):
+def test_a_batch_is_estimated_without_being_made(tmp_path):
     with slow(tmp_path, latency="10ms") as server, server.client() as client:
         lines = [line(f"r{n}") for n in range(100)]
         wanted = {

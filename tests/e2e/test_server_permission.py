@@ -29,6 +29,10 @@ class Keys:
         assert done.returncode == 0, done.stderr
 
 
+#: What does not depend on the store is tried on one.
+on_sqlite = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+
+
 @pytest.fixture
 def keys(run_batchyard, place):
     return Keys(run_batchyard, place)
@@ -105,6 +109,7 @@ def follow(server, batch, key, seen):
                 seen.append((name, json.loads(value)))
 
 
+@on_sqlite
 def test_a_withdrawn_model_holds_its_batches_and_is_not_found_any_more(tmp_path, keys):
     mine, other = keys.create("--model", "echo", "--model", "x"), keys.create()
     with (
@@ -131,6 +136,7 @@ def test_a_withdrawn_model_holds_its_batches_and_is_not_found_any_more(tmp_path,
         assert until(friend, batch.id).request_counts.completed == 1000
 
 
+@on_sqlite
 def test_scopes_open_some_doors_only(tmp_path, keys):
     live, reader, writer = (keys.create("--scope", one)["key"] for one in ("live", "batches:read", "batches"))
     with Server(tmp_path, "--engine", "echo") as server:
@@ -159,6 +165,7 @@ def test_scopes_open_some_doors_only(tmp_path, keys):
                     call()
 
 
+@on_sqlite
 def test_a_key_that_asks_too_fast_is_told_when_to_come_back(tmp_path, keys):
     fast = keys.create("--requests-per-minute", "30")
     with Server(tmp_path, "--engine", "echo") as server, server.client(fast["key"]) as client:

@@ -25,7 +25,7 @@ def test_no_answer_is_a_fault_or_outside_its_schema(request, tmp_path, store):
             [
                 Path(sys.executable).with_name("schemathesis"),
                 *("run", server.base_url.removesuffix("/v1") + "/openapi.json"),
-                *("--checks", CHECKS, "--max-examples", "25", "--seed", "7", "--no-color"),
+                *("--checks", CHECKS, "--max-examples", "12", "--seed", "7", "--no-color"),
             ],
             capture_output=True,
             text=True,
