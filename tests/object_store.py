@@ -23,11 +23,13 @@ class ObjectStore:
         self._made = 0
 
     def __enter__(self):
-        ports = [free_port() for _ in range(8)]
+        ports = [free_port() for _ in range(10)]
         names = ("master.port", "volume.port", "filer.port", "s3.port")
         options = [f"-{name}={port}" for name, port in zip(names, ports, strict=False)]
         grpc = ("master.port.grpc", "volume.port.grpc", "filer.port.grpc", "s3.port.grpc")
-        options += [f"-{name}={port}" for name, port in zip(grpc, ports[4:], strict=True)]
+        options += [f"-{name}={port}" for name, port in zip(grpc, ports[4:8], strict=True)]
+        # Further doors that it opens at fixed numbers unless it is told others.
+        options += [f"-s3.port.iceberg={ports[8]}", f"-s3.port.lance={ports[9]}"]
         self.endpoint = f"http://127.0.0.1:{ports[3]}"
         self.process = subprocess.Popen(
             [

@@ -187,7 +187,7 @@ def test_a_key_that_asks_too_fast_is_told_when_to_come_back(tmp_path, keys):
 
 
 def test_what_is_enqueued_is_limited_and_its_room_is_given_back_once(tmp_path, keys):
-    lines = [line(f"r{n}", "word " * 20) for n in range(40)]
+    lines = [line(f"r{n}", "word " * 20) for n in range(150)]
     tokens = sum(len(json.dumps(one)) + 1 for one in lines) // 4
     mine = keys.create("--max-enqueued-tokens", str(int(tokens * 2.5)), "--max-batches", "5")
     with slow(tmp_path, "20ms", "1") as server, server.client(mine["key"]) as client:
@@ -207,7 +207,7 @@ def test_what_is_enqueued_is_limited_and_its_room_is_given_back_once(tmp_path, k
         capacity = client.get("/batchyard/capacity", cast_to=dict)
         assert (capacity["batches"], capacity["requests"], capacity["tokens"]) == (0, 0, 0)
         assert capacity["available_tokens"] == capacity["max_enqueued_tokens"]
-        never = until(client, start_batch(client, [line(str(n), "word " * 40) for n in range(90)]).id)
+        never = until(client, start_batch(client, [line(str(n), "word " * 40) for n in range(400)]).id)
         assert (never.status, never.errors.data[0].code) == ("failed", "token_limit_exceeded")
 
 
