@@ -270,8 +270,9 @@ def test_failures_and_what_never_ran_are_kept_by_chunk(store):
 
 def test_a_batch_beyond_its_tenants_room_is_not_registered(store):
     def register(name, tokens, **most):
-        store.create(BatchRecord(name, "validating", 1.0, "", {}, tenant="t", dialect="openai"))
-        room = Room("t", ["completed"], most.get("max_batches"), most.get("max_tokens"))
+        at = float(name[1:])
+        store.create(BatchRecord(name, "validating", at, "", {}, tenant="t", dialect="openai"))
+        room = Room("t", ["completed"], at, most.get("max_batches"), most.get("max_tokens"))
         chunk = ChunkRecord(name, 0, 0, 1, 0, 0, 5)
         return store.register(
             name, "validating", "in_progress", [chunk], room=room, total=5, enqueued_tokens=tokens
@@ -282,10 +283,14 @@ def test_a_batch_beyond_its_tenants_room_is_not_registered(store):
         register("b2", 50, max_tokens=100)
     assert store.get("b2").status == "validating"
     with pytest.raises(NoRoom):
-        register("b3", 1, max_batches=1)
-    assert register("b4", 40, max_tokens=100, max_batches=2)
+        register("b1.5", 1, max_batches=1)
+    # It would fit, but others came before it.
+    with pytest.raises(NoRoom):
+        register("b4", 40, max_tokens=100, max_batches=2)
     store.move("b1", "in_progress", "completed")
+    assert register("b1.5", 1, max_batches=1)
     assert register("b2", 50, max_tokens=100)
+    assert register("b4", 40, max_tokens=100)
 
 
 def test_a_batch_is_reopened_only_from_the_expected_status(store):

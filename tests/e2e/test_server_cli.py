@@ -1,8 +1,11 @@
 """The command line on a server: the same words as the API, the same truth, and JSON everywhere."""
 
+import contextlib
+import http.server
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 from served import Server, ids, jsonl, line, start_batch, until
@@ -144,20 +147,64 @@ def test_results_and_progress_are_followed_through_a_restart(tmp_path, server):
     port = server.base_url.rsplit(":", 1)[1].split("/")[0]
     command = [sys.executable, "-m", "batchyard"]
     at = ["--server", server.base_url]
-    follow = subprocess.Popen(
-        [*command, "results", batch.id, "--follow", *at], stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    watch = subprocess.Popen(
-        [*command, "watch", batch.id, *at], stdout=subprocess.PIPE, text=True, cwd=tmp_path
-    )
-    seen = [json.loads(follow.stdout.readline())["custom_id"] for _ in range(50)]
-    assert watch.stdout.readline()
-    server.kill()
-    server.arguments = [*server.arguments, "--port", port]
-    server.start()
-    seen += [json.loads(one)["custom_id"] for one in follow.stdout]
-    assert sorted(seen) == sorted(names)
-    assert "1,500 of 1,500 succeeded" in watch.stdout.read()
-    assert (follow.wait(timeout=30), watch.wait(timeout=30)) == (0, 0)
-    follow.stdout.close()
-    watch.stdout.close()
+    with contextlib.ExitStack() as stack:
+        follow, watch = (
+            stack.enter_context(child([*command, *words, batch.id, *at], tmp_path))
+            for words in (["results", "--follow"], ["watch"])
+        )
+        seen = [json.loads(follow.stdout.readline())["custom_id"] for _ in range(50)]
+        assert watch.stdout.readline()
+        server.kill()
+        server.arguments = [*server.arguments, "--port", port]
+        server.start()
+        seen += [json.loads(one)["custom_id"] for one in follow.stdout]
+        assert sorted(seen) == sorted(names)
+        assert "1,500 of 1,500 succeeded" in watch.stdout.read()
+        assert (follow.wait(timeout=30), watch.wait(timeout=30)) == (0, 0)
+
+
+@contextlib.contextmanager
+def child(command, folder):
+    """A process whose output is read, and which does not outlive its test."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_server_that_goes_away_once_the_batch_has_ended_is_waited_for(run_batchyard):
+    """Each of the calls that `watch` makes after its first may meet a server that restarts."""
+    asked = []
+
+    class Away(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            if len(asked) in (2, 4):
+                return  # no answer: the connection closes
+            status = "in_progress" if len(asked) == 1 else "completed"
+            counts = {"total": 1, "completed": 1, "failed": 0, "never_ran": 0, "cancelled": 0}
+            batch = {"status": status, "request_counts": counts, "waiting_for": None}
+            batch |= {
+                "usage": {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2},
+                "expires_at": 4e9,
+                "errors": None,
+                "saved": None,
+            }
+            batch |= {"id": "batch_1", "output_file_id": None, "error_file_id": None}
+            body = json.dumps({"data": []} if self.path.endswith("/errors") else batch).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Away) as away:
+        threading.Thread(target=away.serve_forever, daemon=True).start()
+        done = run_batchyard("watch", "batch_1", "--server", f"http://127.0.0.1:{away.server_port}/v1")
+        away.shutdown()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.rsplit("/", 1)[1] for path in asked] == ["batch_1"] * 3 + ["errors"] * 2

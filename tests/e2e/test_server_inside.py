@@ -392,6 +392,11 @@ def test_a_batch_is_estimated_without_being_made(tmp_path):
         after = estimate()
         assert 0.3 < after["seconds"] < 5
         assert after["fits_window"]
+        assert 1 <= after["earliest_window_seconds"] <= 5
+        big = upload(client, [line(f"r{n}") for n in range(20_000)]).id
+        late = estimate(input_file_id=big)
+        assert (late["fits_window"], late["seconds"] > 60) == (False, True)
+        assert late["earliest_window_seconds"] >= late["seconds"]
         assert after["models"][0]["requests_per_second"] > 50
         broken = estimate(input_file_id=upload(client, jsonl([line("a"), line("a")])).id)
         assert not broken["valid"]

@@ -26,23 +26,16 @@ async def watch(remote: Remote, batch_id: str, *, json_output: bool) -> int:
     """Show how a Batch comes on until it has ended; the exit code."""
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     view = progress_view(json_events=json_output, console=console)
-    snapshot = None
+    snapshot: Snapshot | None = None
     started_at = time.monotonic()
-    lost_at: float | None = None
+
+    def lost() -> None:
+        if snapshot is not None:
+            view.update(_aged(snapshot, "The server does not answer; trying again."))
+
+    batch = await remote.call("GET", f"/batches/{batch_id}")
     try:
-        while True:
-            try:
-                batch = await remote.call("GET", f"/batches/{batch_id}")
-                lost_at = None
-            except Unreachable:
-                lost_at = lost_at or time.monotonic()
-                if snapshot is None or time.monotonic() - lost_at > _PATIENCE_S:
-                    raise
-                view.update(_aged(snapshot, "The server does not answer; trying again."))
-                await asyncio.sleep(_LOOK_S)
-                continue
-            if snapshot is None and batch["status"] in ENDED:
-                break
+        while snapshot is not None or batch["status"] not in ENDED:
             found = _snapshot(batch, started_at, snapshot)
             if snapshot is None:
                 view.start(found)
@@ -51,14 +44,33 @@ async def watch(remote: Remote, batch_id: str, *, json_output: bool) -> int:
             if batch["status"] in ENDED:
                 break
             await asyncio.sleep(_LOOK_S)
+            batch = await _patient(remote, f"/batches/{batch_id}", lost)
     finally:
         if snapshot is not None:
             view.finish(snapshot)
-    failures = await remote.call("GET", f"/batches/{batch_id}/errors")
+    failures = await _patient(remote, f"/batches/{batch_id}/errors", lambda: None)
     show(batch | {"failures": failures["data"]}, json_output, status_lines)
     counts = batch["request_counts"]
     whole = batch["status"] == "completed" and counts["completed"] == counts["total"]
     return ExitCode.SUCCEEDED if whole else ExitCode.SOME_FAILED
+
+
+async def _patient(remote: Remote, path: str, lost: Callable[[], None]) -> dict[str, Any]:
+    """What the server says at *path*; a server that has gone away is waited for, and *lost* hears of it.
+
+    Raises:
+        Unreachable: it stayed away for five minutes.
+        Refused: it answered with an error.
+    """
+    give_up_at = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return await remote.call("GET", path)
+        except Unreachable:
+            if time.monotonic() > give_up_at:
+                raise
+            lost()
+            await asyncio.sleep(_LOOK_S)
 
 
 def _snapshot(batch: dict[str, Any], started_at: float, first: Snapshot | None) -> Snapshot:

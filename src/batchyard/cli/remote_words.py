@@ -83,6 +83,10 @@ def estimate_lines(found: dict[str, Any]) -> list[str]:
         speed = "no speed measured yet" if rate is None else f"{rate:,.1f} requests/s measured"
         lines.append(f"  Model     {one['model']}: " + (speed if one["served"] else "not served here"))
     if found["seconds"] is not None:
-        fits = "within its window" if found["fits_window"] else "not within its window"
+        fits = "within its window"
+        if not found["fits_window"]:
+            fits = (
+                f"not within its window; {found['earliest_window_seconds'] // 60 + 1:,} minutes could be kept"
+            )
         lines.append(f"  Time      about {found['seconds']:,.0f} s, {fits}")
     return lines

@@ -23,6 +23,8 @@ from batchyard.scheduling.windows import BulkWindow, EngineWindow
 
 #: Weights of tokens in a tenant's counter, as VTC has them: read and written.
 _READ, _WRITTEN = 1.0, 2.0
+#: Slack and age are looked at after so many seconds, however many demands there are.
+_LATEST_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +199,8 @@ class Scheduler:
         self._deferred: dict[int, _Line] = {}
         self._promoted: list[tuple[float, int, Demand]] = []
         self._order = itertools.count()
-        self._reconsider_at = -inf
+        self._reconsider_at = self._reconsider_by = -inf
+        self._decisions = self._worth = 0
         self.running_interactive = 0
         self.running_deferred = 0
         self.waiting_interactive = 0
@@ -266,7 +269,8 @@ class Scheduler:
 
     def schedule(self, now: float) -> list[Ticket]:
         """Every dispatch that may go out now, in order."""
-        if now >= self._reconsider_at:
+        self._decisions += 1
+        if now >= self._reconsider_at and (self._decisions >= self._worth or now >= self._reconsider_by):
             self._reconsider(now)
         granted = []
         while (ticket := self._next(now)) is not None:
@@ -334,8 +338,10 @@ class Scheduler:
         demands = [one for line in self._deferred.values() for one in line.take_all()]
         self._deferred = {}
         self._promoted = []
-        # Where there are many, seldom: the cost of a decision must not grow with their number.
-        self._reconsider_at = now + self.policy.reconsider_s * max(1.0, len(demands) / 1_000)
+        # Where there are many, after many decisions: what one costs must not grow with their number.
+        self._reconsider_at = now + self.policy.reconsider_s
+        self._reconsider_by = now + _LATEST_S
+        self._decisions, self._worth = 0, len(demands) // 2
         for demand in demands:
             self._enqueue(demand, now)
             needs_s = self._needs_s(demand)

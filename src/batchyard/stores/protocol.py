@@ -229,10 +229,12 @@ class Enqueued:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much a tenant may have enqueued; None for any amount."""
+    """How much a tenant may have enqueued; None for any amount. Batches take turns as they were made."""
 
     tenant: str
     ended: Sequence[str]
+    #: When the Batch that asks for room was made.
+    created_at: float
     max_batches: int | None
     max_tokens: int | None
 

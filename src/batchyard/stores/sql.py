@@ -384,6 +384,15 @@ def _has_room(connection: Connection, room: Room, changes: dict[str, Any]) -> bo
     if connection.dialect.name == "postgresql":
         # Two Batches of one tenant must not both take the last room.
         connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(room.tenant))))
+    earlier = select(func.count()).where(
+        batches.c.tenant == room.tenant,
+        batches.c.status.not_in(room.ended),
+        batches.c.dialect != "",
+        batches.c.total == 0,
+        batches.c.created_at < room.created_at,
+    )
+    if connection.execute(earlier).scalar_one():
+        return False
     there = _enqueued(connection, room.tenant, room.ended, None)
     fits = room.max_batches is None or there.batches < room.max_batches
     tokens = there.tokens + changes.get("enqueued_tokens", 0)

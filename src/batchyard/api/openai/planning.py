@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from math import ceil
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +24,7 @@ from batchyard.api.openai.shapes import (
 from batchyard.api.operations import READS, Operation
 from batchyard.api.reading import read_body
 from batchyard.errors import InvalidInput
+from batchyard.scheduling.demand import earliest, finishes
 from batchyard.service.hosting.files import Incoming
 from batchyard.service.hosting.host import Host, NewBatch
 
@@ -88,6 +90,7 @@ class PlanningApi:
                 models=[],
                 seconds=None,
                 fits_window=None,
+                earliest_window_seconds=None,
             )
         models = []
         for name in found.models:
@@ -95,12 +98,16 @@ class PlanningApi:
             usable = served is not None and caller.may_use(name)
             rate = served.per_s if served is not None and usable else None
             models.append(EstimateModel(model=name, served=usable, requests_per_second=rate))
-        ahead = await host.enqueued(caller.tenant)
-        rates = [one.requests_per_second for one in models]
-        seconds = None
-        if rates and all(rates):
+        seconds = fits = earliest_s = None
+        rates = [(one.requests_per_second, one.model) for one in models]
+        if rates and all(rate for rate, _ in rates):
             # The slowest of its models answers as if all requests were its own: an upper bound.
-            seconds = round((found.total + ahead.requests) / min(rate for rate in rates if rate), 3)
+            rate, name = min((rate, name) for rate, name in rates if rate)
+            now = host.clock.wall()
+            jobs = [*host.jobs(name), (now + batch.window_s, float(found.total))]
+            seconds = round(finishes(jobs, rate, now)[-1] - now, 3)
+            fits = seconds <= batch.window_s
+            earliest_s = ceil(earliest(jobs[:-1], float(found.total), rate, now) - now)
         return EstimateObject(
             valid=True,
             errors=None,
@@ -108,7 +115,8 @@ class PlanningApi:
             input_tokens=found.size_bytes // 4,
             models=models,
             seconds=seconds,
-            fits_window=None if seconds is None else seconds <= batch.window_s,
+            fits_window=fits,
+            earliest_window_seconds=earliest_s,
         )
 
     async def capacity(self, _: Request, caller: Caller) -> Response:

@@ -392,9 +392,11 @@ class EstimateObject(Struct, kw_only=True):
     requests: int
     input_tokens: int | None
     models: list[EstimateModel]
-    #: Until its end, with what is enqueued before it; null where nothing was measured yet.
+    #: Until its end if the earliest window goes first; null where nothing was measured yet.
     seconds: float | None
     fits_window: bool | None
+    #: The shortest window that can be promised without making another batch late.
+    earliest_window_seconds: int | None
 
 
 class CapacityObject(Struct, kw_only=True):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -366,6 +367,16 @@ class Host:
             with suppress(BlobNotFound):
                 path = None if file is None else await asyncio.to_thread(self.files.path, file.id)
         found, _ = await asyncio.to_thread(check_input, self._shelf, path, wanted.settings(), key)
+        return found
+
+    def jobs(self, model: str) -> list[tuple[float, float]]:
+        """Deadline and requests left of every Batch that moves here and asks *model*, or any of several."""
+        found = []
+        for journey in self._journeys:
+            batch, demand = journey.batch, journey.demand
+            if batch is not None and batch.model in {None, model}:
+                left = batch.total if demand is None else demand.remaining
+                found.append((batch.deadline_at or inf, float(left)))
         return found
 
     async def enqueued(self, tenant: str, model: str | None = None) -> Enqueued:

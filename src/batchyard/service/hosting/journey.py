@@ -78,6 +78,11 @@ class Journey:
     def __repr__(self) -> str:
         return f"<Journey {self.id} [{'working' if self.worker else self.note or 'between steps'}]>"
 
+    @property
+    def demand(self) -> Demand | None:
+        """What it asks of the scheduler, once it has dispatched something."""
+        return None if self._engine is None else self._engine.demand
+
     async def heed(self) -> None:
         """Something about it was changed from outside: act on it now."""
         self._nudge.set()
@@ -230,7 +235,8 @@ class Journey:
             target = step(status, Action.ACCEPT)
             changes["in_progress_at"] = shelf.clock.wall()
             if key is not None and (key.max_batches or key.max_enqueued_tokens):
-                room = Room(batch.tenant, sorted(TERMINAL), key.max_batches, key.max_enqueued_tokens)
+                most = (key.max_batches, key.max_enqueued_tokens)
+                room = Room(batch.tenant, sorted(TERMINAL), batch.created_at, *most)
         try:
             await shelf.kept(
                 partial(shelf.store.register, self.id, status, target, chunks, room=room, **changes)
