@@ -59,6 +59,9 @@ def test_a_revoked_key_stops_the_dispatches_of_its_batches_and_every_read(
         leaked, refused_at = [], []
         stream = threading.Thread(target=follow, args=(server, batch, mine["key"], leaked))
         stream.start()
+        while not leaked:
+            # It has begun, so that it is the stream that the revocation ends.
+            assert stream.is_alive()
         with keys_of(tmp_path / "state", SystemClock(), place[1] if "--database" in place else None) as there:
             there.revoke(mine["id"])
         revoked_at = time.monotonic()
