@@ -52,6 +52,16 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitsSeen:
+    """What an upstream said is left of its rate limits, and in how many seconds they are whole again."""
+
+    requests_left: float | None = None
+    requests_reset_s: float | None = None
+    tokens_left: float | None = None
+    tokens_reset_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """An engine's final word on a request: an HTTP status and a JSON body.
 
@@ -64,6 +74,8 @@ class Answer:
     usage: Usage = field(default_factory=Usage)
     #: The upstream's request id, where it names one.
     request_id: str | None = None
+    #: Its rate limits, where it tells of them.
+    limits: LimitsSeen | None = None
 
     @property
     def succeeded(self) -> bool:
@@ -95,6 +107,8 @@ class Fault:
     body: bytes = b""
     #: What `Retry-After` asked for, in seconds.
     retry_after_s: float | None = None
+    #: The upstream's rate limits, where it tells of them.
+    limits: LimitsSeen | None = None
 
 
 Outcome = Answer | Fault

@@ -102,7 +102,7 @@ def test_whatever_people_and_fate_do_the_invariants_hold(tmp_path, postgres, see
             batch_ids = [start_batch(client, [line(one) for one in names]).id for _ in range(4)]
         watcher = Watcher(made, batch_ids)
         watcher.start()
-        refused = 0
+        refused, cancelled = 0, set()
         try:
             for turn in range(60):
                 if turn % 10 == 9:
@@ -119,6 +119,7 @@ def test_whatever_people_and_fate_do_the_invariants_hold(tmp_path, postgres, see
                         batch_id = chance.choice(batch_ids)
                         if turn == 25:
                             client.batches.cancel(batch_ids[0])
+                            cancelled.add(batch_ids[0])
                         act(chance, client, batch_id)()
                     except openai.ConflictError:
                         # What a Batch in that state does not take.
@@ -133,7 +134,8 @@ def test_whatever_people_and_fate_do_the_invariants_hold(tmp_path, postgres, see
                             client.post(f"/batches/{batch_id}/resume", cast_to=dict)
                         time.sleep(0.3)  # there is no signal for "not paused"
                     batch = until(client, batch_id, limit_s=90)
-                    assert batch.status == ("cancelled" if batch_id == batch_ids[0] else "completed")
+                    # On a slow machine it may have been over before it was cancelled.
+                    assert batch.status == ("cancelled" if batch_id in cancelled else "completed")
                     done, failed = results(client, batch)
                     assert Counter(ids(done) + ids(failed)) == Counter(names)
                     counts = batch.request_counts

@@ -266,7 +266,9 @@ async def test_a_client_that_hangs_up_stops_the_engine(tmp_path):
                     # With one slot, the next of these only gets a turn once the last one was given up.
                     with pytest.raises(httpx.ReadTimeout):
                         await client.post(
-                            f"{server.base_url}/chat/completions", json=body | more, timeout=0.3
+                            f"{server.base_url}/chat/completions",
+                            json=body | more,
+                            timeout=httpx.Timeout(30, read=0.3),
                         )
         with server.client() as client:
             batch = start_batch(client, [line("a")])

@@ -8,7 +8,7 @@ import ipaddress
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,12 +23,15 @@ from batchyard.api.app import make_app
 from batchyard.cli.engines import EngineChoice, build_engine, choose_engine, concurrency_of
 from batchyard.cli.report import ExitCode, Report
 from batchyard.cli.settings import ModelSettings, Settings, read_settings
+from batchyard.cli.values import duration_s
 from batchyard.clock import SystemClock
 from batchyard.errors import EngineError, StoreError, UsageError
 from batchyard.events import EventBus
+from batchyard.scheduling.rate_limits import RateLimits
 from batchyard.scheduling.scheduler import Policy
 from batchyard.scheduling.tiers import Tiers
 from batchyard.service.hosting.host import Host
+from batchyard.service.hosting.patient import LIVE_RETRY
 from batchyard.service.hosting.pool import EnginePool
 from batchyard.service.hosting.served import Served
 from batchyard.service.hosting.shelf import Place
@@ -139,7 +142,12 @@ def _served(name: str, members: Sequence[ModelSettings], settings: Settings, eve
         engines.append((engine, concurrency_of(choice, engine)))
         # How much somebody else's server takes is only known by asking.
         adaptive = adaptive or engine.capabilities.slots is None
-    first = engines[0][0] if len(engines) == 1 else EnginePool(engines, SystemClock())
+    hedges = [duration_s(one.hedge_after, f"hedge_after of {name}") for one in members if one.hedge_after]
+    first = (
+        engines[0][0]
+        if len(engines) == 1
+        else EnginePool(engines, SystemClock(), hedge_after_s=min(hedges, default=None))
+    )
     reserved = [one.reserve for one in members if one.reserve is not None]
     return Served(
         name,
@@ -150,7 +158,17 @@ def _served(name: str, members: Sequence[ModelSettings], settings: Settings, eve
         reserve=sum(reserved) if reserved else None,
         ceiling_s=Tiers([one.tier() for one in settings.tier]).ceiling_s,
         policy=Policy(weights=settings.weights),
+        rate=RateLimits(
+            _sum([one.requests_per_minute for one in members]),
+            _sum([one.tokens_per_minute for one in members]),
+        ),
     )
+
+
+def _sum(limits: Sequence[float | None]) -> float | None:
+    """What all allow together; None where one of them allows anything."""
+    known = [one for one in limits if one is not None]
+    return sum(known) if len(known) == len(limits) else None
 
 
 def _all_served(models: Sequence[ModelSettings], settings: Settings, events: EventBus) -> list[Served]:
@@ -177,6 +195,7 @@ def _serve(asked: _Asked, report: Report) -> int:
         events=events,
         private_webhooks=settings.private_webhooks,
         tiers=Tiers([one.tier() for one in settings.tier]),
+        live_retry=replace(LIVE_RETRY, max_attempts=settings.live_attempts),
     )
     keys = [one for one in host.keys.all() if one.revoked_at is None]
     if not _is_loopback(settings.host) and not keys and not asked.without_keys:

@@ -29,6 +29,13 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     #: Slots that are kept free for interactive requests; by default as many as their arrivals ask for.
     reserve: Annotated[int, msgspec.Meta(ge=0)] | None = None
     timeout_s: float = 600.0
+    #: What the upstream allows, if it is not to be found out.
+    requests_per_minute: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    #: Tokens of prompts and answers together.
+    tokens_per_minute: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    #: Where several serve one model: after so long, such as 2s, an interactive request is asked of a second
+    #: one too, and the first answer counts.
+    hedge_after: str | None = None
 
 
 class TierSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -70,6 +77,8 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     lease_s: Annotated[float, msgspec.Meta(ge=0.5, le=600)] = 15.0
     #: Deliver webhooks to private addresses and over plain HTTP too.
     private_webhooks: bool = False
+    #: How often a live request is sent to an upstream that fails, within ten seconds.
+    live_attempts: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     #: Relative shares of tenants; 1 for those that are not named.
     weights: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = {}
     tier: list[TierSettings] = []

@@ -173,10 +173,10 @@ class EchoEngine:
         await self._clock.sleep(self._duration_s(requests, outcomes))
         return outcomes
 
-    async def stream(self, request: Request) -> AsyncIterator[bytes]:
+    async def stream(self, request: Request) -> AsyncIterator[bytes | Outcome]:
         outcome = self._outcome(request)
         if isinstance(outcome, Fault) or not outcome.succeeded:
-            yield outcome.body or error_body(outcome.message, kind=outcome.kind.value)  # type: ignore[union-attr]
+            yield outcome
             return
         pieces = list(chunks(request))
         pause_s = self._duration_s([request], [outcome]) / len(pieces)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from batchyard.types import Capabilities, Outcome, Request
 
@@ -45,8 +45,11 @@ class Engine(Protocol):
         """
         ...
 
-    def stream(self, request: Request) -> AsyncIterator[bytes]:
+    def stream(self, request: Request) -> AsyncIterator[bytes | Outcome]:
         """Yield the JSON chunks of a streamed answer as the endpoint's API defines them, without SSE framing.
+
+        What goes wrong comes as the last item: an `Answer` that is no stream (a 4xx), or the `Fault` that
+        ended it.
 
         Only where `capabilities.streams`. Closing the iterator stops the computing.
         """
@@ -58,4 +61,17 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop, free everything, end child processes. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """An engine that can say whether it is well without computing anything."""
+
+    async def check(self) -> None:
+        """Look whether it can be used.
+
+        Raises:
+            EngineError: it cannot, said in one clear sentence.
+        """
         ...

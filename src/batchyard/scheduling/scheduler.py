@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
+from batchyard.scheduling.rate_limits import RateLimits
 from batchyard.scheduling.windows import BulkWindow, EngineWindow
 
 #: Weights of tokens in a tenant's counter, as VTC has them: read and written.
@@ -187,11 +188,21 @@ class Scheduler:
     Args:
         engine: how many dispatches the engine takes at once.
         bulk: how many of those deferred work may hold.
+        rate: when the engine may be asked the next time.
     """
 
-    def __init__(self, engine: EngineWindow, bulk: BulkWindow, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineWindow,
+        bulk: BulkWindow,
+        policy: Policy | None = None,
+        rate: RateLimits | None = None,
+    ) -> None:
         self.engine = engine
         self.bulk = bulk
+        self.rate = rate or RateLimits()
+        #: When the rate lets the next one through, where it is all that keeps one back; else None.
+        self.next_at: float | None = None
         self.policy = policy or Policy()
         self._accounts = {one: _Account(self.policy.weights) for one in (True, False)}
         self._now_line = _Line(self._accounts[True])
@@ -249,6 +260,7 @@ class Scheduler:
         held_s = now - ticket.granted_at
         account = self._accounts[ticket.demand.interactive]
         account.charge(ticket.demand.tenant, _WRITTEN * tokens_out)
+        self.rate.corrected(tokens_out)
         if ticket.demand.interactive:
             self.running_interactive -= 1
             self.bulk.served(now, waited_s=ticket.granted_at - ticket.asked_at, held_s=held_s)
@@ -273,6 +285,7 @@ class Scheduler:
         if now >= self._reconsider_at and (self._decisions >= self._worth or now >= self._reconsider_by):
             self._reconsider(now)
         granted = []
+        self.next_at = None
         while (ticket := self._next(now)) is not None:
             granted.append(ticket)
         return granted
@@ -280,18 +293,26 @@ class Scheduler:
     def _next(self, now: float) -> Ticket | None:
         if self.running_interactive + self.running_deferred >= self.engine.limit:
             return None
-        if (demand := self._now_line.head()) is not None:
-            return self._grant(demand, now)
-        if self.running_deferred >= self.bulk.limit(now, self.engine.limit):
+        demand = self._now_line.head()
+        if demand is None:
+            if self.running_deferred >= self.bulk.limit(now, self.engine.limit):
+                return None
+            demand = self._first_promoted() or self._first_deferred()
+            if demand is None:
+                return None
+        # Whoever is next waits for the rate; others do not pass, or the larger would wait for ever.
+        at = self.rate.ready_at(now, demand._waiting[0].cost, interactive=demand.interactive)  # noqa: SLF001
+        if at > now:
+            self.next_at = at
             return None
-        demand = self._first_promoted() or self._first_deferred()
-        return None if demand is None else self._grant(demand, now)
+        return self._grant(demand, now)
 
     def _grant(self, demand: Demand, now: float) -> Ticket:
         ticket = demand._waiting.popleft()  # noqa: SLF001
         self._clear(demand)
         ticket.granted_at = now
         demand._since = now  # noqa: SLF001
+        self.rate.sent(now, ticket.cost)
         account = self._accounts[demand.interactive]
         account.want_no_more(demand.tenant)
         account.charge(demand.tenant, _READ * ticket.cost)

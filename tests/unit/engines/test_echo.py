@@ -135,11 +135,11 @@ async def test_a_log_that_cannot_be_written_is_said_at_the_start(tmp_path):
         await EchoEngine(log_path=tmp_path / "absent" / "calls.log").start()
 
 
-async def test_a_stream_of_a_request_that_fails_is_the_envelope():
+async def test_a_stream_of_a_request_that_fails_is_its_outcome():
     engine = EchoEngine.from_spec("fail=row-1:timeout,fail=row-2:400")
     for custom_id in ("row-1", "row-2"):
         chunks = [chunk async for chunk in engine.stream(ask(custom_id))]
-        assert "told" in json.loads(chunks[0])["error"]["message"]
+        assert chunks == await engine.dispatch([ask(custom_id)])
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ async def test_another_endpoint_is_refused(folder):
         chunks = [chunk async for chunk in engine.stream(ask("ship"))]
     assert outcome.status_code == 400
     assert "does not answer /v1/chat/completions" in json.loads(outcome.body)["error"]["message"]
-    assert "does not stream" in json.loads(chunks[0])["error"]["message"]
+    assert "does not stream" in json.loads(chunks[0].body)["error"]["message"]
 
 
 async def test_a_killed_child_fails_what_was_in_flight_and_comes_back(folder):

@@ -20,15 +20,23 @@ from batchyard.api.anthropic.shapes import AnthropicError, CountBody, MessageBod
 from batchyard.api.anthropic.translate import StreamTranslator, to_chat, to_message
 from batchyard.api.bodies import parse_object
 from batchyard.api.errors import ApiError, json_response
-from batchyard.api.openai.live import answer_while_there, as_error, check_room, demand_of, first_chunk
+from batchyard.api.openai.live import (
+    answer_while_there,
+    as_error,
+    check_room,
+    demand_of,
+    first_chunk,
+    last_words,
+)
 from batchyard.api.openai.models import served_to
 from batchyard.api.operations import Operation
 from batchyard.api.reading import read_body
 from batchyard.errors import EngineError
 from batchyard.service.hosting.host import Host
 from batchyard.service.hosting.keys import Scope
+from batchyard.service.hosting.patient import PatientEngine
 from batchyard.service.hosting.served import Served
-from batchyard.types import Answer, Endpoint, Request
+from batchyard.types import Answer, Endpoint, Outcome, Request
 
 _MAX_BODY = 32 << 20
 
@@ -88,14 +96,14 @@ class MessagesApi:
         message_id = http.state.request_id.replace("req_", "msg_", 1)
         body = msgspec.json.encode(chat)
         request = Request(http.state.request_id, Endpoint.CHAT, body, served.name)
-        engine = served.at(demand_of(http, caller, self._host, None))
+        engine = PatientEngine(served.at(demand_of(http, caller, self._host, None)), self._host.live_retry)
         if chat.get("stream"):
             if not served.engine.capabilities.streams:
                 raise ApiError(400, f"stream: the model {served.name!r} does not stream")
             chunks = engine.stream(request)
             first = await first_chunk(chunks)
-            if isinstance(first, Response):
-                raise _from_openai(first.status_code, bytes(first.body))
+            if isinstance(first, Answer):
+                raise _from_openai(first.status_code, first.body)
             return StreamingResponse(
                 _events(first, chunks, StreamTranslator(message_id, served.name)),
                 media_type="text/event-stream",
@@ -117,14 +125,14 @@ class MessagesApi:
 
 
 async def _events(
-    first: bytes, chunks: AsyncIterator[bytes], translator: StreamTranslator
+    first: bytes, chunks: AsyncIterator[bytes | Outcome], translator: StreamTranslator
 ) -> AsyncIterator[bytes]:
     async with aclosing(chunks):  # type: ignore[type-var]  # generators, all of them
         try:
             for event in translator.feed(msgspec.json.decode(first)):
                 yield _event(event)
             async for chunk in chunks:
-                found = msgspec.json.decode(chunk)
+                found = msgspec.json.decode(chunk if isinstance(chunk, bytes) else last_words(chunk))
                 if "error" in found:
                     yield _event(error_event(found["error"].get("message") or "", "api_error"))
                     return

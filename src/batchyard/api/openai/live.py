@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -27,7 +26,8 @@ from batchyard.errors import EngineError
 from batchyard.scheduling.scheduler import Demand
 from batchyard.service.hosting.host import Host
 from batchyard.service.hosting.keys import Scope
-from batchyard.service.hosting.served import Served, SharedEngine
+from batchyard.service.hosting.patient import PatientEngine
+from batchyard.service.hosting.served import Served
 from batchyard.types import Answer, Endpoint, Fault, FaultKind, Outcome, Request
 
 _MAX_BODY = 64 << 20
@@ -77,7 +77,7 @@ class LiveApi:
         check_room(served)
         demand = demand_of(http, caller, self._host, asked.service_tier)
         request = Request(http.state.request_id, endpoint, raw, served.name)
-        engine = served.at(demand)
+        engine = PatientEngine(served.at(demand), self._host.live_retry)
         if asked.stream:
             if not served.engine.capabilities.streams or endpoint is Endpoint.EMBEDDINGS:
                 message = f"The model {served.name!r} does not stream {endpoint.value}."
@@ -112,7 +112,7 @@ def check_room(served: Served) -> None:
         raise ApiError(429, message, kind="rate_limit_error", code="queue_full", headers={"retry-after": "2"})
 
 
-async def answer_while_there(receive: Receive, engine: SharedEngine, request: Request) -> Outcome:
+async def answer_while_there(receive: Receive, engine: PatientEngine, request: Request) -> Outcome:
     """The outcome of *request*; cancelled when its client hangs up."""
     watch = _Watch(receive)
     try:
@@ -183,12 +183,12 @@ def _engine_is_down(error: EngineError) -> ApiError:
     )
 
 
-async def _streamed(engine: SharedEngine, request: Request) -> Response:
+async def _streamed(engine: PatientEngine, request: Request) -> Response:
     """Server-sent events. An error that comes before the first token is an HTTP error."""
     chunks = engine.stream(request)
     first = await first_chunk(chunks)
-    if isinstance(first, Response):
-        return first
+    if isinstance(first, Answer):
+        return _as_response(first)
     return StreamingResponse(
         _events(first, chunks, request.endpoint),
         media_type="text/event-stream",
@@ -196,11 +196,11 @@ async def _streamed(engine: SharedEngine, request: Request) -> Response:
     )
 
 
-async def first_chunk(chunks: AsyncIterator[bytes]) -> bytes | Response:
-    """The first chunk of a streamed answer, or the response that says why there is none.
+async def first_chunk(chunks: AsyncIterator[bytes | Outcome]) -> bytes | Answer:
+    """The first chunk of a streamed answer, or the answer that says why there is none.
 
     Raises:
-        ApiError: the engine cannot be used, or gave nothing.
+        ApiError: the engine cannot be used, failed, or gave nothing.
     """
     try:
         first = await anext(chunks, None)
@@ -208,17 +208,25 @@ async def first_chunk(chunks: AsyncIterator[bytes]) -> bytes | Response:
         raise _engine_is_down(error) from error
     if first is None:
         raise ApiError(502, "The engine gave no answer.", kind="server_error", code="invalid_answer")
-    if (refused := _error_in(first)) is not None:
-        await chunks.aclose()  # type: ignore[attr-defined]  # generators, all of them
-        return Response(first, _status_of(refused), media_type="application/json")
+    if isinstance(first, bytes):
+        return first
+    await chunks.aclose()  # type: ignore[attr-defined]  # generators, all of them
+    if isinstance(first, Fault):
+        raise as_error(first)
     return first
 
 
-async def _events(first: bytes, chunks: AsyncIterator[bytes], endpoint: Endpoint) -> AsyncIterator[bytes]:
+async def _events(
+    first: bytes, chunks: AsyncIterator[bytes | Outcome], endpoint: Endpoint
+) -> AsyncIterator[bytes]:
     async with aclosing(chunks):  # type: ignore[type-var]  # generators, all of them
         yield _event(first, endpoint)
         try:
             async for chunk in chunks:
+                if not isinstance(chunk, bytes):
+                    # It broke in the middle: a stream that just ended would look whole.
+                    yield _event(last_words(chunk), endpoint)
+                    return
                 yield _event(chunk, endpoint)
         except EngineError as error:
             yield _event(envelope(str(error), "server_error", code="engine_unavailable"), endpoint)
@@ -231,12 +239,7 @@ class _Typed(msgspec.Struct):
     type: str = ""
 
 
-class _Refused(msgspec.Struct):
-    error: dict[str, Any]
-
-
 _type_of = msgspec.json.Decoder(_Typed)
-_refused = msgspec.json.Decoder(_Refused)
 
 
 def _event(chunk: bytes, endpoint: Endpoint) -> bytes:
@@ -250,15 +253,8 @@ def _event(chunk: bytes, endpoint: Endpoint) -> bytes:
     return b"data: %b\n\n" % chunk
 
 
-def _error_in(chunk: bytes) -> dict[str, Any] | None:
-    try:
-        return _refused.decode(chunk).error
-    except msgspec.MsgspecError:
-        return None
-
-
-def _status_of(error: dict[str, Any]) -> int:
-    kind = str(error.get("type"))
-    if kind in set(FaultKind):
-        return _STATUS.get(FaultKind(kind), 503)
-    return 429 if kind == "rate_limit_error" else 400
+def last_words(outcome: Outcome) -> bytes:
+    """The error envelope that ends a stream that did not come to its end."""
+    if isinstance(outcome, Answer) or outcome.body:
+        return outcome.body
+    return envelope(outcome.message, "server_error", code=outcome.kind.value)

@@ -171,10 +171,10 @@ class LlamaEngine:
             return [await self._answer(requests[0])]
         return list(await asyncio.gather(*(self._answer(request) for request in requests)))
 
-    async def stream(self, request: Request) -> AsyncGenerator[bytes]:
+    async def stream(self, request: Request) -> AsyncGenerator[bytes | Outcome]:
         refused = self._refused(request)
         if refused is not None:
-            yield refused.body
+            yield refused
             return
         await self._ready()
         try:
@@ -182,9 +182,9 @@ class LlamaEngine:
                 async for chunk in chunks:
                     yield chunk
         except _Status as problem:
-            yield problem.body
+            yield problem.outcome()
         except (aiohttp.ClientError, OSError):
-            yield _envelope("The engine process ended under this request.", "engine_died")
+            yield self._died()
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
         await self._ready()

@@ -136,9 +136,9 @@ class OnnxEngine:
             outcomes[place] = self._outcome(asked, answer)
         return [outcome for outcome in outcomes if outcome is not None]
 
-    async def stream(self, request: Request) -> AsyncGenerator[bytes]:
-        """Embeddings do not stream: yields the error envelope."""
-        yield _refused(f"{request.endpoint} does not stream.", "stream").body
+    async def stream(self, request: Request) -> AsyncGenerator[bytes | Outcome]:
+        """Embeddings do not stream: yields the refusal."""
+        yield _refused(f"{request.endpoint} does not stream.", "stream")
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
         await self._ready()

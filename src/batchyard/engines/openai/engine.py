@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import msgspec
 
 from batchyard.clock import Clock, SystemClock
 from batchyard.engines.openai.address import read_base_url, without_password
-from batchyard.engines.openai.reading import read_outcome, unauthorized
+from batchyard.engines.openai.limits import limits_seen
+from batchyard.engines.openai.reading import ends_stream, read_outcome, unauthorized
 from batchyard.engines.openai.sse import EventTooLarge, SseParser
 from batchyard.engines.openai.transport import (
     AiohttpTransport,
@@ -148,6 +150,14 @@ class OpenAIEngine:
         if status == 200:
             self._served = _model_names(body)
 
+    async def check(self) -> None:
+        """Whether the upstream answers.
+
+        Raises:
+            EngineError: it does not.
+        """
+        await self._check_upstream(self._usable())
+
     async def dispatch(self, requests: Sequence[Request]) -> list[Outcome]:
         if len(requests) == 1:
             return [await self._answer(requests[0])]
@@ -177,8 +187,8 @@ class OpenAIEngine:
             return error.fault
         return self._outcome(request.endpoint, status, headers, answer)
 
-    async def stream(self, request: Request) -> AsyncGenerator[bytes]:
-        """Yield chunks; whatever goes wrong arrives as a last chunk, the OpenAI error envelope."""
+    async def stream(self, request: Request) -> AsyncGenerator[bytes | Outcome]:
+        """Yield chunks; whatever goes wrong arrives last, as the `Fault` or the refusing `Answer`."""
         transport = self._usable()
         fields: dict[str, msgspec.Raw] = {}
         if request.endpoint in _STREAMED:
@@ -188,7 +198,7 @@ class OpenAIEngine:
         try:
             body = _with_fields(request.body, fields) if fields else request.body
         except (msgspec.MsgspecError, RecursionError) as error:
-            yield _malformed(error).body
+            yield _malformed(error)
             return
         try:
             async with (
@@ -198,15 +208,15 @@ class OpenAIEngine:
                 async for chunk in chunks:
                     yield chunk
         except _ON_THE_WAY as error:
-            yield _as_envelope(self._fault(error))
+            yield self._fault(error)
         except CallEnded as error:
-            yield _as_envelope(error.fault)
+            yield error.fault
 
-    async def _chunks(self, endpoint: Endpoint, pieces: Pieces) -> AsyncGenerator[bytes]:
+    async def _chunks(self, endpoint: Endpoint, pieces: Pieces) -> AsyncGenerator[bytes | Outcome]:
         parser = SseParser(self._max_answer_bytes)
         plain = bytearray()
         status, headers = 0, _NO_HEADERS
-        streamed = False
+        last = b""
         while True:
             try:
                 with self._watch:
@@ -226,14 +236,20 @@ class OpenAIEngine:
                 if event == b"[DONE]":
                     await _read_to_end(pieces)
                     return
-                streamed = True
+                if event.startswith((b'{"error"', b'{ "error"')):
+                    # An error in a stream that began well, or a 200 with nothing but an error inside.
+                    yield self._outcome(endpoint, 200, headers, event)
+                    return
+                last = event
                 yield event
-        if streamed:
+        if last:
+            if not ends_stream(endpoint, last):
+                raise Broken("the stream ended before its last chunk")
             return
         if status == 200 and not plain:
             raise Broken("the stream held no event")
         outcome = self._outcome(endpoint, status, headers, bytes(plain))
-        yield _as_envelope(outcome) if isinstance(outcome, Fault) else outcome.body
+        yield outcome.body if isinstance(outcome, Answer) and outcome.succeeded else outcome
 
     def _outcome(self, endpoint: Endpoint, status: int, headers: Mapping[str, str], body: bytes) -> Outcome:
         outcome = read_outcome(
@@ -243,7 +259,8 @@ class OpenAIEngine:
             # The model was set for all requests, so none of them can succeed.
             served = f" It serves: {', '.join(self._served)}." if self._served else ""
             raise EngineError(f"{self._shown_url} has no model {self.model!r}.{served}")
-        return outcome
+        limits = limits_seen(headers, self._clock.wall())
+        return outcome if limits is None else replace(outcome, limits=limits)
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
         return [None] * len(requests)
@@ -287,13 +304,6 @@ def _malformed(error: Exception) -> Answer:
     message = f"The body is not a JSON object: {error}."
     inner = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return Answer(400, msgspec.json.encode({"error": inner}))
-
-
-def _as_envelope(fault: Fault) -> bytes:
-    if fault.body:
-        return fault.body
-    inner = {"message": fault.message, "type": fault.kind.value, "param": None, "code": None}
-    return msgspec.json.encode({"error": inner})
 
 
 async def _read_to_end(pieces: Pieces) -> None:

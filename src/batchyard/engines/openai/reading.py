@@ -108,6 +108,29 @@ def unusable(problem: object, body: bytes) -> Fault:
     return Fault(FaultKind.INVALID_ANSWER, message)
 
 
+class _LastChunk(msgspec.Struct):
+    choices: list[dict[str, Any]] = []
+    usage: msgspec.Raw = _ABSENT
+    type: str = ""
+
+
+_decode_last = msgspec.json.Decoder(_LastChunk).decode
+
+
+def ends_stream(endpoint: Endpoint, event: bytes) -> bool:
+    """Whether *event* can be the last of a stream; a server that says no `[DONE]` may end with it."""
+    try:
+        last = _decode_last(event)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    if endpoint is Endpoint.RESPONSES:
+        return last.type in {"response.completed", "response.failed", "response.incomplete"}
+    if not last.choices:
+        # Usage comes after everything else.
+        return last.usage is not _ABSENT
+    return any(one.get("finish_reason") for one in last.choices)
+
+
 def retry_after_s(headers: Headers, wall_s: float) -> float | None:
     """Seconds that the upstream asks to wait: `retry-after-ms`, or `retry-after` as seconds or a date."""
     millis = _positive(headers.get("retry-after-ms"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from batchyard.clock import Clock
+from batchyard.scheduling.rate_limits import RateLimits
 from batchyard.scheduling.scheduler import Demand, Policy, Scheduler, Ticket
 from batchyard.scheduling.windows import BulkWindow, EngineWindow
 
@@ -19,12 +20,18 @@ class Gate:
     """Lets dispatches through to one engine, as the scheduler says."""
 
     def __init__(
-        self, engine: EngineWindow, bulk: BulkWindow, clock: Clock, policy: Policy | None = None
+        self,
+        engine: EngineWindow,
+        bulk: BulkWindow,
+        clock: Clock,
+        policy: Policy | None = None,
+        rate: RateLimits | None = None,
     ) -> None:
-        self.scheduler = Scheduler(engine, bulk, policy)
+        self.scheduler = Scheduler(engine, bulk, policy, rate)
         self._clock = clock
         self._turns: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
 
     def __repr__(self) -> str:
         return f"<Gate {self.scheduler!r}>"
@@ -81,8 +88,20 @@ class Gate:
                     self.scheduler.complete(ticket, now)
                 elif turn is not None:
                     turn.set_result(None)
-        if self.scheduler.waiting_deferred and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look_again)
+        again_s = _LOOK_AGAIN_S if self.scheduler.waiting_deferred else None
+        if self.scheduler.next_at is not None:
+            until_s = max(self.scheduler.next_at - now, 0.001)
+            again_s = until_s if again_s is None else min(until_s, again_s)
+        if again_s is not None:
+            self._look_again_at(now + again_s, again_s)
+
+    def _look_again_at(self, due: float, again_s: float) -> None:
+        if self._timer is not None:
+            if self._timer_due <= due:
+                return
+            self._timer.cancel()
+        self._timer_due = due
+        self._timer = asyncio.get_running_loop().call_later(again_s, self._look_again)
 
     def _look_again(self) -> None:
         self._timer = None

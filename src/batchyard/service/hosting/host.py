@@ -18,6 +18,7 @@ import msgspec
 from batchyard.clock import Clock, SystemClock
 from batchyard.errors import BatchNotFound, StoreError
 from batchyard.events import EventBus
+from batchyard.scheduling.retry import RetryPolicy
 from batchyard.scheduling.tiers import Tiers
 from batchyard.service.hosting.acts import Acts
 from batchyard.service.hosting.admission import check_input
@@ -25,6 +26,7 @@ from batchyard.service.hosting.courier import Courier
 from batchyard.service.hosting.files import Files, Incoming
 from batchyard.service.hosting.journeys import Journeys
 from batchyard.service.hosting.keys import Keys
+from batchyard.service.hosting.patient import LIVE_RETRY
 from batchyard.service.hosting.reader import BatchCounts, Reader
 from batchyard.service.hosting.retried import write_retried
 from batchyard.service.hosting.served import Served
@@ -98,6 +100,7 @@ class Host:
         models: what Batches and live requests may ask for; their engines are started by `open`.
         private_webhooks: deliver webhooks to private addresses and over plain HTTP too.
         tiers: the latency classes that requests may name.
+        live_retry: how long a live request is kept trying.
 
     Raises:
         StoreError: the place cannot be used, or another process works on it alone.
@@ -113,11 +116,13 @@ class Host:
         events: EventBus | None = None,
         private_webhooks: bool = False,
         tiers: Tiers | None = None,
+        live_retry: RetryPolicy = LIVE_RETRY,
     ) -> None:
         self.clock = clock or SystemClock()
         self.limits = limits or Limits()
         self.events = events or EventBus()
         self.tiers = tiers or Tiers()
+        self.live_retry = live_retry
         where = Place(place) if isinstance(place, Path) else place
         self._shelf = Shelf(where, models, self.limits, self.clock, self.events)
         self._journeys = Journeys(self._shelf)

@@ -14,9 +14,11 @@ from json import dumps
 
 from batchyard.clock import Clock, SystemClock
 from batchyard.engines.protocol import Engine
+from batchyard.scheduling.rate_limits import RateLimits
 from batchyard.scheduling.scheduler import Demand, Policy
 from batchyard.scheduling.windows import BulkWindow, EngineWindow
 from batchyard.service.hosting.gate import Gate
+from batchyard.service.hosting.pool import EnginePool
 from batchyard.types import Answer, Capabilities, Fault, FaultKind, Outcome, Request
 
 #: Bytes of a body that are taken for a token.
@@ -41,6 +43,8 @@ class Served:
     ceiling_s: float | None = None
     clock: Clock = field(default_factory=SystemClock)
     policy: Policy | None = None
+    #: What the upstream allows, where it is known.
+    rate: RateLimits = field(default_factory=RateLimits)
     gate: Gate = field(init=False)
     #: Requests that were answered so far, and how long slots were busy with them, in seconds.
     answered: int = 0
@@ -49,7 +53,23 @@ class Served:
     def __post_init__(self) -> None:
         engine = EngineWindow(self.concurrency, adaptive=self.adaptive)
         bulk = BulkWindow(reserve=self.reserve, ceiling_s=self.ceiling_s)
-        self.gate = Gate(engine, bulk, self.clock, self.policy)
+        self.gate = Gate(engine, bulk, self.clock, self.policy, self.rate)
+
+    @property
+    def pool(self) -> EnginePool | None:
+        """The engine, where it is several; those keep their limits themselves."""
+        return self.engine if isinstance(self.engine, EnginePool) else None
+
+    def told(self, outcome: Outcome) -> bool:
+        """Note what an outcome says about the engine; whether it says that it is asked too much."""
+        now = self.clock.wall()
+        if outcome.limits is not None and self.pool is None:
+            self.rate.seen(now, outcome.limits)
+        if isinstance(outcome, Answer) or not _is_too_much(outcome):
+            return False
+        if outcome.retry_after_s and self.pool is None:
+            self.rate.hold(now + outcome.retry_after_s, outcome.message)
+        return True
 
     @property
     def per_s(self) -> float | None:
@@ -80,6 +100,15 @@ class SharedEngine:
     async def close(self) -> None:
         """Closed by its owner."""
 
+    @property
+    def clock(self) -> Clock:
+        """The clock of the gate."""
+        return self._served.clock
+
+    def held_s(self) -> float:
+        """Seconds until the upstream wants calls again."""
+        return self._served.rate.held_s(self._served.clock.wall())
+
     def changed(self) -> None:
         """The demand has another deadline or priority."""
         self._served.gate.changed(self.demand)
@@ -90,31 +119,36 @@ class SharedEngine:
         tokens, limited = 0.0, False
         try:
             began = time.perf_counter()
-            outcomes = await served.engine.dispatch(requests)
+            pool = served.pool
+            if pool is not None and demand.interactive:
+                outcomes = await pool.hedged_dispatch(requests)
+            else:
+                outcomes = await served.engine.dispatch(requests)
             served.busy_s += time.perf_counter() - began
             served.answered += len(requests)
             for one in outcomes:
                 if isinstance(one, Answer):
                     tokens += one.usage.output_tokens
                     demand.remaining -= 1
-                elif _is_too_much(one):
-                    limited = True
+                limited = served.told(one) or limited
             return outcomes
         finally:
             served.gate.leave(ticket, tokens_out=tokens, limited=limited)
 
-    async def stream(self, request: Request) -> AsyncIterator[bytes]:
+    async def stream(self, request: Request) -> AsyncIterator[bytes | Outcome]:
         served = self._served
         ticket = await served.gate.enter(self.demand, len(request.body) / _BYTES_A_TOKEN)
-        chunks_out = 0
+        chunks_out, limited = 0, False
         try:
             async with aclosing(served.engine.stream(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
+                    if not isinstance(chunk, bytes):
+                        limited = served.told(chunk)
                     chunks_out += 1
                     yield chunk
         finally:
             # A chunk is about a token.
-            served.gate.leave(ticket, tokens_out=chunks_out)
+            served.gate.leave(ticket, tokens_out=chunks_out, limited=limited)
 
     async def count_tokens(self, requests: Sequence[Request]) -> list[int | None]:
         return await self._served.engine.count_tokens(requests)
@@ -188,7 +222,7 @@ class RoutedEngine:
             engine.demand.priority = self.demand.priority
             engine.changed()
 
-    async def stream(self, request: Request) -> AsyncIterator[bytes]:
+    async def stream(self, request: Request) -> AsyncIterator[bytes | Outcome]:
         async for chunk in self._engine(self._models[request.model or ""]).stream(request):
             yield chunk
 

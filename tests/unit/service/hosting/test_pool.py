@@ -4,11 +4,13 @@ import asyncio
 
 import pytest
 
-from batchyard.clock import ManualClock
+from batchyard.clock import ManualClock, SystemClock
 from batchyard.engines.echo import EchoEngine
 from batchyard.errors import EngineError
+from batchyard.scheduling.upstreams import UpstreamState
 from batchyard.service.hosting.pool import EnginePool
-from batchyard.types import Answer, Endpoint, Fault, Request
+from batchyard.testing.virtual_loop import VirtualTimeLoop
+from batchyard.types import Answer, Endpoint, Fault, FaultKind, Request
 
 
 def request(n=0):
@@ -61,6 +63,7 @@ async def test_one_that_cannot_be_reached_is_passed_over_and_tried_again_later()
         (outcome,) = await pool.dispatch([request(n)])
         assert isinstance(outcome, Answer)
     assert lost.calls == 1
+    assert repr(pool) == "<EnginePool [0 of 4, ejected, 0 of 4]>"
     clock.advance(6)
     await pool.dispatch([request(9)])
     assert lost.calls == 2
@@ -84,5 +87,79 @@ async def test_one_that_does_not_start_is_left_out():
     assert isinstance(outcome, Answer)
     chunks = [chunk async for chunk in pool.stream(request())]
     assert chunks
-    assert repr(pool) == "<EnginePool [0 of 2]>"
+    assert repr(pool) == "<EnginePool [0 of 4, ejected, 0 of 2]>"
     await pool.close()
+
+
+def test_one_that_did_not_start_joins_once_it_does():
+    async def main():
+        late = Broken(starts=False)
+        pool = EnginePool([(late, 4), (EchoEngine(), 2)], SystemClock())
+        await pool.start()
+        late.starts = True
+        await asyncio.sleep(3)
+        assert repr(pool) == "<EnginePool [0 of 4, half_open, 0 of 2]>"
+        await pool.close()
+
+    VirtualTimeLoop.run(main())
+
+
+class Checkable(EchoEngine):
+    """An upstream whose health can be asked for."""
+
+    well = False
+
+    async def dispatch(self, requests):
+        return [Fault(FaultKind.UNREACHABLE, "gone")] if not self.well else await super().dispatch(requests)
+
+    async def check(self):
+        if not self.well:
+            raise EngineError("still gone")
+
+
+def test_a_health_check_brings_one_back_before_its_rest_is_over():
+    async def main():
+        ill = Checkable()
+        pool = EnginePool([(ill, 4), (EchoEngine(), 2)], SystemClock())
+        await pool.start()
+        for _ in range(3):
+            # Each check that fails makes its rest longer.
+            await pool.dispatch([request()])
+            await asyncio.sleep(30)
+        ill.well = True
+        await asyncio.sleep(2.5)
+        assert pool.upstreams.all[0].state is UpstreamState.HALF_OPEN
+        await pool.dispatch([request()])
+        assert pool.upstreams.all[0].state is UpstreamState.HEALTHY
+        await pool.close()
+
+    VirtualTimeLoop.run(main())
+
+
+def test_the_slow_one_is_hedged_and_the_first_answer_counts():
+    async def main():
+        slow, fast = EchoEngine(5.0), EchoEngine(0.1)
+        pool = EnginePool([(slow, 4), (fast, 4)], SystemClock(), hedge_after_s=0.5)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        (outcome,) = await pool.hedged_dispatch([request()])
+        assert isinstance(outcome, Answer)
+        assert loop.time() - began == pytest.approx(0.6)
+        assert (pool.hedged, pool.hedges_won) == (1, 1)
+        assert repr(pool) == "<EnginePool [0 of 4, 0 of 4]>"
+        # Whoever did not ask for it is not hedged.
+        await pool.dispatch([request()])
+        assert pool.hedged == 1
+
+    VirtualTimeLoop.run(main())
+
+
+def test_a_hedge_that_fails_leaves_the_first_its_time():
+    async def main():
+        slow, bad = EchoEngine(5.0), EchoEngine.from_spec("fail=*:500")
+        pool = EnginePool([(slow, 4), (bad, 4)], SystemClock(), hedge_after_s=0.5)
+        (outcome,) = await pool.hedged_dispatch([request()])
+        assert isinstance(outcome, Answer)
+        assert (pool.hedged, pool.hedges_won) == (1, 0)
+
+    VirtualTimeLoop.run(main())
