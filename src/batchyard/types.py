@@ -114,6 +114,13 @@ class Fault:
 Outcome = Answer | Fault
 
 
+class PrefixCache(StrEnum):
+    """Whose work a prompt finds that begins like an earlier one."""
+
+    SLOT = "slot"  # of the slot that it comes to
+    ENGINE = "engine"  # of every slot
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What an engine can do; asked, never guessed from its type."""
@@ -133,3 +140,5 @@ class Capabilities:
     several_models: bool = False
     #: The most tokens, prompt and output together, that one request may take.
     context_tokens: int | None = None
+    #: Whether prompts that begin alike are computed once; None where not, or where nobody knows.
+    prefix_cache: PrefixCache | None = None

@@ -20,6 +20,7 @@ from batchyard.cli.engines import EngineChoice
 from batchyard.cli.job import run_job
 from batchyard.cli.options import JobOptions
 from batchyard.cli.report import ExitCode
+from batchyard.scheduling.order import OrderName
 from batchyard.service.intake.rows import RowPlan
 from batchyard.service.join import Order
 
@@ -84,6 +85,8 @@ def _options(source: Path, output: Path, rows: RowPlan | None) -> JobOptions:
         row_options_given=False,
         limit=None,
         order=Order.INPUT,
+        work_order=OrderName.AUTO,
+        dedupe=None,
         deadline_s=None,
         canary=None,
         dry_run=False,

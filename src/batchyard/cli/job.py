@@ -147,6 +147,8 @@ class Job:
         plan = WorkPlan(
             concurrency=concurrency,
             canary=options.canary,
+            order=options.work_order,
+            dedupe=options.dedupe,
             deadline_at=service.clock.wall() + options.deadline_s if options.deadline_s else None,
         )
         try:

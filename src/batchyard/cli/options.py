@@ -7,6 +7,7 @@ from pathlib import Path
 
 from batchyard.cli.engines import EngineChoice
 from batchyard.scheduling.canary import CanaryPolicy
+from batchyard.scheduling.order import OrderName
 from batchyard.service.intake.rows import RowPlan
 from batchyard.service.join import Order
 
@@ -23,6 +24,8 @@ class JobOptions:
     row_options_given: bool
     limit: int | None
     order: Order
+    work_order: OrderName
+    dedupe: bool | None
     deadline_s: float | None
     canary: CanaryPolicy | None
     dry_run: bool

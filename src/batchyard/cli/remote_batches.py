@@ -20,6 +20,7 @@ from batchyard.cli.remote_words import estimate_lines, row, show, status_lines
 from batchyard.cli.report import ExitCode, Report
 from batchyard.cli.values import canary_policy, json_object
 from batchyard.errors import BatchyardError, UsageError
+from batchyard.scheduling.order import OrderName
 
 _BatchId = Annotated[str, typer.Argument(metavar="BATCH_ID", help="As `submit` and `list` show it.")]
 _Metadata = Annotated[list[str] | None, typer.Option("--metadata", help="A pair KEY=VALUE; may be repeated.")]
@@ -40,6 +41,16 @@ def submit(
     several_models: Annotated[
         bool, typer.Option("--several-models", help="Let requests name different models.")
     ] = False,
+    work_order: Annotated[
+        OrderName,
+        typer.Option(help="The order of work: prefix keeps prompts that begin alike together."),
+    ] = OrderName.AUTO,
+    dedupe: Annotated[
+        bool | None,
+        typer.Option(
+            help="Ask what is alike to the byte once: all or nothing. Default: embeddings and temperature 0."
+        ),
+    ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Check it and estimate; make nothing.")
     ] = False,
@@ -57,6 +68,8 @@ def submit(
             "metadata": _pairs(metadata) or None,
             "priority": priority,
             "several_models": several_models,
+            "work_order": work_order.value,
+            "dedupe": dedupe,
         }
         if fail_over is not None:
             policy = canary_policy(fail_over)

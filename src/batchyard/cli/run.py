@@ -11,6 +11,7 @@ from batchyard.cli.engines import EngineChoice
 from batchyard.cli.job import run_job
 from batchyard.cli.options import JobOptions
 from batchyard.cli.values import canary_policy, duration_s, json_object
+from batchyard.scheduling.order import OrderName
 from batchyard.service.intake.rows import RowPlan
 from batchyard.service.join import Order
 
@@ -73,6 +74,16 @@ def run(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Run the first N requests only.")] = None,
     order: Annotated[Order, typer.Option(help="The order of the output lines.")] = Order.INPUT,
+    work_order: Annotated[
+        OrderName,
+        typer.Option(help="The order of work: prefix keeps prompts that begin alike together."),
+    ] = OrderName.AUTO,
+    dedupe: Annotated[
+        bool | None,
+        typer.Option(
+            help="Ask what is alike to the byte once: all or nothing. Default: embeddings and temperature 0."
+        ),
+    ] = None,
     deadline: Annotated[
         str | None,
         typer.Option(help="End by then, such as 2h; what is unfinished is written as batch_expired."),
@@ -126,6 +137,8 @@ def run(
                 row_options_given=bool(system or params or id_field),
                 limit=limit,
                 order=order,
+                work_order=work_order,
+                dedupe=dedupe,
                 deadline_s=duration_s(deadline, "--deadline") if deadline is not None else None,
                 canary=canary_policy(fail_over) if fail_over is not None else None,
                 dry_run=dry_run,

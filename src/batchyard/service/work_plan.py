@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 
 from batchyard.scheduling.breaker import BreakerPolicy
 from batchyard.scheduling.canary import CanaryPolicy
+from batchyard.scheduling.order import OrderName
 from batchyard.scheduling.retry import RetryPolicy
 from batchyard.types import Request, Usage
+
+ORDER_WINDOW = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,12 @@ class WorkPlan:
     sync_every_s: float = 0.1
     #: What requests that have not run are to be before they are dispatched.
     amend: Callable[[Request], Request] | None = None
+    order: OrderName = OrderName.AUTO
+    #: Requests that are at hand at once where their order matters.
+    order_window: int = ORDER_WINDOW
+    #: Whether requests that are alike are asked once: True for all, None for those whose answer is the same
+    #: by rights, False for none.
+    dedupe: bool | None = None
     #: Single requests that were cancelled, by chunk number and place.
     withdrawn: AbstractSet[tuple[int, int]] = frozenset()
 
@@ -61,6 +70,8 @@ class Progress:
     usage_cached: int = 0
     running: int = 0
     retries: int = 0
+    #: Requests that got the answer of another one like them.
+    deduped: int = 0
 
     @property
     def finished(self) -> int:

@@ -21,6 +21,8 @@ from batchyard.engines.protocol import Engine
 from batchyard.errors import BatchyardError, EngineError, InputChanged, StorageFull
 from batchyard.events import Event, EventBus
 from batchyard.scheduling.canary import Canary
+from batchyard.scheduling.order import Sharing
+from batchyard.service.at_hand import AtHand, is_deterministic, make_order
 from batchyard.service.chunk_run import ChunkRun, WorkItem
 from batchyard.service.input_file import InputFile
 from batchyard.service.lines import NEVER_RAN, LineWriter
@@ -28,9 +30,12 @@ from batchyard.service.pacing import Pacing, Verdict
 from batchyard.service.work_plan import Progress, Stop, WorkPlan
 from batchyard.stores.protocol import ChunkProgress, ChunkRecord, Counts, Store
 from batchyard.stores.segments import SegmentFolder
-from batchyard.types import Answer, Fault, Outcome, Request, Usage
+from batchyard.types import Answer, Capabilities, Fault, Outcome, Request, Usage
 
 T = TypeVar("T")
+
+#: Bytes of input that are at hand at once where the order matters.
+_AT_HAND_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ class Worker:
         self._canary = Canary(plan.canary, total) if plan.canary else None
         self._max_batch = engine.capabilities.max_batch
         self._low_water = 2 * plan.concurrency * self._max_batch
-        self._queue: deque[WorkItem] = deque()
+        self._queue = self._at_hand(engine.capabilities, plan)
         self._parked: deque[asyncio.Future[None]] = deque()
         self._runs: dict[int, ChunkRun] = {}
         self._finished: list[ChunkRun] = []
@@ -103,6 +108,16 @@ class Worker:
             f"<Worker {self._owner} [{self.progress.running} running, {len(self._queue)} queued, "
             f"{self.waiting_retry} waiting to retry, {len(self._runs)} chunks held]>"
         )
+
+    @staticmethod
+    def _at_hand(engine: Capabilities, plan: WorkPlan) -> AtHand:
+        may_share = {True: lambda _: True, None: is_deterministic, False: None}[plan.dedupe]
+        return AtHand(make_order(plan.order, engine), None if plan.canary else may_share)
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How much of the prompts could come from a cache of prefixes, where that decides the order."""
+        return self._queue.sharing
 
     @property
     def waiting_retry(self) -> int:
@@ -124,7 +139,7 @@ class Worker:
         self._hungry.set()
         self._unsaved = asyncio.Event()
         self._late = asyncio.Event()
-        work = [self._lane() for _ in range(self._plan.concurrency)]
+        work = [self._lane(no) for no in range(self._plan.concurrency)]
         tasks = [asyncio.create_task(one) for one in (*work, self._feed(), self._keep(), self._beat())]
         for task in tasks:
             task.add_done_callback(self._task_ended)
@@ -145,7 +160,8 @@ class Worker:
         self._closing = _Closing(code, message)
         for lane in self._dispatching:
             lane.cancel()
-        self._queue.extend(self._pacing.drain())
+        self._queue.again(self._pacing.drain())
+        self._queue.hurry()
         self._wake_all()
 
     def withdraw(self, places: Iterable[tuple[int, int]]) -> None:
@@ -159,6 +175,7 @@ class Worker:
     def amend(self, change: Callable[[Request], Request]) -> None:
         """Change the requests that have not run as *change* says."""
         self._changes.append(change)
+        self._queue.part_twins()
         for item in (*self._queue, *self._pacing.later()):
             item.request = change(item.request)
 
@@ -250,7 +267,7 @@ class Worker:
                     for change in self._changes[known:]:
                         # It came while the chunk was read.
                         item.request = change(item.request)
-                self._queue.extend(run.items)
+                self._queue.add(run.items)
                 run.items = []
                 if not run.remaining:
                     self._chunk_finished(run)
@@ -261,7 +278,9 @@ class Worker:
     def _claim(self) -> list[ChunkRun]:
         claimed: list[ChunkRecord] = []
         wanted, count = 2 * self._low_water, 0
-        while count < wanted and len(claimed) < 16:
+        if self._queue.reorders:
+            wanted = max(wanted, self._plan.order_window)
+        while count < wanted and len(claimed) < 16 and sum(one.length for one in claimed) < _AT_HAND_BYTES:
             more = self._store.claim(self._batch_id, self._owner, 2, self._clock.wall(), self._plan.lease_s)
             if not more:
                 break
@@ -287,11 +306,11 @@ class Worker:
 
     # --- lanes: take, dispatch, settle ----------------------------------------------------------
 
-    async def _lane(self) -> None:
+    async def _lane(self, no: int) -> None:
         lane = asyncio.current_task()
         assert lane is not None
         while True:
-            items = self._take()
+            items = self._take(no)
             if not items:
                 parked: asyncio.Future[None] = self._loop.create_future()
                 self._parked.append(parked)
@@ -324,28 +343,24 @@ class Worker:
     def _closed_with(self) -> _Closing | None:
         return self._closing
 
-    def _take(self) -> list[WorkItem]:
+    def _take(self, lane: int) -> list[WorkItem]:
         queue = self._queue
         if len(queue) < self._low_water and not self._exhausted:
             self._hungry.set()
         if not queue:
             return []
-        count = min(self._max_batch, len(queue))
+        count = self._max_batch
         if self._closing is None:
             if not self._pacing.may_dispatch() or not self._leases_hold():
                 return []
             if self._canary is not None and not self._canary.decided:
                 count = min(count, self._canary.may_start or 0)
-        items: list[WorkItem] = []
-        while count and queue:
-            item = queue.popleft()
-            if item.run.lost:
-                continue
-            if self._withdrawn and self._closing is None and self._is_withdrawn(item):
-                self._settle_closed([item], _WITHDRAWN)
-                continue
-            items.append(item)
-            count -= 1
+        items = queue.take(lane, count) if count else []
+        if self._withdrawn and self._closing is None:
+            gone = [item for item in items if self._is_withdrawn(item)]
+            if gone:
+                self._settle_closed(gone, _WITHDRAWN)
+                items = [item for item in items if item not in gone] or self._take(lane)
         if self._canary is not None and self._closing is None:
             self._canary.start(len(items))
         return items
@@ -361,11 +376,20 @@ class Worker:
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Answer):
                 self._pacing.answered()
-                line = self._lines.answered(item.request, outcome)
-                kind = None if outcome.succeeded else f"HTTP {outcome.status_code}"
-                self._record(item, kind, outcome.usage, line)
+                self._answered(item, outcome, outcome.usage)
+                for twin in self._queue.twins_of(item):
+                    if self._is_withdrawn(twin):
+                        self._settle_closed([twin], _WITHDRAWN)
+                    else:
+                        # What it cost is counted once.
+                        self._answered(twin, outcome, Usage())
+                        self.progress.deduped += 1
             else:
                 self._faulted(item, outcome)
+
+    def _answered(self, item: WorkItem, answer: Answer, usage: Usage) -> None:
+        line = self._lines.answered(item.request, answer)
+        self._record(item, None if answer.succeeded else f"HTTP {answer.status_code}", usage, line)
 
     def _settle_closed(self, items: Sequence[WorkItem], closing: _Closing) -> None:
         for item in items:
@@ -374,6 +398,11 @@ class Worker:
 
     def _record(self, item: WorkItem, failure: str | None, usage: Usage, line: bytes) -> None:
         run, progress = item.run, self.progress
+        if twins := self._queue.twins_of(item):
+            # It brought them no answer: the next of them asks for all.
+            self._queue.again(twins)
+        if self._queue.done(item):
+            self._wake_all()
         if run.lost:
             return
         if run.finish(item, failure, usage, line):
@@ -437,12 +466,12 @@ class Worker:
         elif verdict is Verdict.LATER:
             self.progress.retries += 1
         else:
-            self._queue.appendleft(item)
+            self._queue.again([item])
             if verdict is Verdict.STOP:
                 self.stop("unreachable", f"{fault.message} Nothing is lost: resume when it is back.")
 
     def _on_wake(self) -> None:
-        self._queue.extendleft(self._pacing.due())
+        self._queue.again(self._pacing.due())
         self._wake_all()
 
     def _wake_all(self) -> None:

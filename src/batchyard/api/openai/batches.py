@@ -257,6 +257,8 @@ def new_batch(wanted: CreateBatch, caller: Caller) -> NewBatch:
         if canary is None
         else {"first": canary.first, "max_failed_share": canary.max_failed_share},
         key_id=caller.key_id,
+        work_order=wanted.work_order.value,
+        dedupe=wanted.dedupe,
     )
 
 

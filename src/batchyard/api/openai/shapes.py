@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from batchyard.scheduling.order import OrderName
 from batchyard.types import Endpoint
 
 Seconds = Annotated[int, Meta(ge=3_600, le=2_592_000, description="From 1 hour to 30 days.")]
@@ -145,6 +146,11 @@ class CreateBatch(Struct, kw_only=True):
     several_models: bool = False
     priority: Priority = 0
     canary: Canary | None = None
+    #: In which order its requests are worked on; results are in the order of the input all the same.
+    work_order: OrderName = OrderName.AUTO
+    #: Whether requests that are alike to the byte are asked once: all, none, or by default those whose answer
+    #: is the same by rights (embeddings, temperature 0).
+    dedupe: bool | None = None
 
 
 class UpdateBatch(Struct):

@@ -26,7 +26,7 @@ from batchyard.engines.models.gguf_file import check_gguf
 from batchyard.engines.openai.sse import SseParser
 from batchyard.errors import EngineError, ModelError
 from batchyard.events import Event, EventBus
-from batchyard.types import Answer, Capabilities, Endpoint, Fault, FaultKind, Outcome, Request
+from batchyard.types import Answer, Capabilities, Endpoint, Fault, FaultKind, Outcome, PrefixCache, Request
 
 _ENDPOINTS = frozenset({Endpoint.CHAT, Endpoint.COMPLETIONS, Endpoint.RESPONSES})
 #: A request's context where the model could take more: eight slots of it fit in a small machine's memory.
@@ -132,6 +132,7 @@ class LlamaEngine:
             slots=self._parallel,
             streams=True,
             context_tokens=self._context,
+            prefix_cache=PrefixCache.SLOT,
         )
 
     async def start(self) -> None:

@@ -29,7 +29,7 @@ from batchyard.engines.openai.transport import (
 )
 from batchyard.engines.openai.watch import CallEnded, CallWatch
 from batchyard.errors import EngineError
-from batchyard.types import Answer, Capabilities, Endpoint, Fault, FaultKind, Outcome, Request
+from batchyard.types import Answer, Capabilities, Endpoint, Fault, FaultKind, Outcome, PrefixCache, Request
 
 _PATHS = {endpoint: endpoint.value.removeprefix("/v1") for endpoint in Endpoint}
 _STREAMED = frozenset(Endpoint) - {Endpoint.EMBEDDINGS}
@@ -98,7 +98,12 @@ class OpenAIEngine:
         #: Names of models that the upstream lists, for messages.
         self._served: list[str] = []
         self._capabilities = Capabilities(
-            endpoints=frozenset(Endpoint), max_batch=1, streams=True, cancels=True, several_models=True
+            endpoints=frozenset(Endpoint),
+            max_batch=1,
+            streams=True,
+            cancels=True,
+            several_models=True,
+            prefix_cache=PrefixCache.ENGINE,
         )
 
     def __repr__(self) -> str:

@@ -70,12 +70,19 @@ class NewBatch:
     #: The Batch whose failed requests these are.
     retry_of: str | None = None
     key_id: str | None = None
+    #: In which order its requests are worked on, and whether those that are alike are asked once.
+    work_order: str = "auto"
+    dedupe: bool | None = None
     #: Of a file made for it alone: the SHA-256 of its content, which says what was asked better than its id.
     content: str | None = None
 
     def settings(self) -> dict[str, Any]:
         """What the store keeps of it."""
+        order = {} if self.work_order == "auto" else {"work_order": self.work_order}
+        dedupe = {} if self.dedupe is None else {"dedupe": self.dedupe}
         return {
+            **order,
+            **dedupe,
             "input_file_id": self.input_file_id,
             "endpoint": self.endpoint,
             "completion_window": self.completion_window,

@@ -25,6 +25,7 @@ from batchyard.errors import (
     StoreError,
 )
 from batchyard.scheduling.canary import CanaryPolicy
+from batchyard.scheduling.order import OrderName
 from batchyard.scheduling.scheduler import Demand
 from batchyard.service.hosting.admission import check_input, tokens_of
 from batchyard.service.hosting.amendments import amending
@@ -35,7 +36,7 @@ from batchyard.service.input_file import InputFile
 from batchyard.service.intake.spans import Registration
 from batchyard.service.join import Joined, Order, SegmentsDamaged, join_committed
 from batchyard.service.lifecycle import TERMINAL, Action, Status, step
-from batchyard.service.work_plan import Progress, Stop, WorkPlan
+from batchyard.service.work_plan import ORDER_WINDOW, Progress, Stop, WorkPlan
 from batchyard.service.worker import Worker
 from batchyard.stores.blobs import BlobNotFound
 from batchyard.stores.protocol import BatchRecord, ChunkRecord, FileRecord, KeyRecord, NoRoom, Room
@@ -47,6 +48,8 @@ CANCELLED = ("batch_cancelled", "This request was not run, because the batch was
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
 #: How long another process may take before it is looked at again what it has done.
 _OTHERS_S = 1.0
+#: Requests at hand at once where several processes share a database.
+_SHARED_WINDOW = 1_000
 _OTHERS = Stop("others", "Another server process works on the rest.")
 
 
@@ -295,6 +298,10 @@ class Journey:
                 beat_s=1.0 if shelf.shared else shelf.lease_s / 3,
                 amend=amending(batch.amendments),
                 withdrawn=withdrawn,
+                order=OrderName(batch.settings.get("work_order", "auto")),
+                # Where others share the work, none of them takes all of it at once.
+                order_window=_SHARED_WINDOW if shelf.shared else ORDER_WINDOW,
+                dedupe=batch.settings.get("dedupe"),
             )
             worker = Worker(
                 shelf.store,
