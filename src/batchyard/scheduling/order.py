@@ -142,8 +142,6 @@ class _Run(Generic[T]):
     owner: int | None = None
     #: Whether one of them has been answered, so that what they share is in the cache.
     landed: bool = False
-    #: Taken and not answered.
-    out: int = 0
     began: bool = False
 
     def own_work(self) -> int:
@@ -267,7 +265,6 @@ class ByPrefix(Generic[T]):
                 room = 1
             for _ in range(min(room, len(run.entries))):
                 prompt, _, item = run.entries.pop()
-                run.out += 1
                 self._run_of[item] = run
                 last.prompt = prompt
                 found.append(item)
@@ -282,7 +279,6 @@ class ByPrefix(Generic[T]):
         run = self._run_of.pop(item, None)
         if run is None:
             return False
-        run.out -= 1
         first, run.landed = not run.landed, True
         return first and self._one_cache
 

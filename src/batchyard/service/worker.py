@@ -267,10 +267,11 @@ class Worker:
                     for change in self._changes[known:]:
                         # It came while the chunk was read.
                         item.request = change(item.request)
-                self._queue.add(run.items)
-                run.items = []
                 if not run.remaining:
                     self._chunk_finished(run)
+                for item, answer in self._queue.add(run.items):
+                    self._answered_by_another(item, answer)
+                run.items = []
             if len(self._queue) < self._low_water:
                 self._hungry.set()
             self._wake_all()
@@ -344,24 +345,23 @@ class Worker:
         return self._closing
 
     def _take(self, lane: int) -> list[WorkItem]:
-        queue = self._queue
-        if len(queue) < self._low_water and not self._exhausted:
+        items = self._take_from(self._queue, lane) if self._queue else []
+        if len(self._queue) < self._low_water and not self._exhausted:
             self._hungry.set()
-        if not queue:
+        return items
+
+    def _take_from(self, queue: AtHand, lane: int) -> list[WorkItem]:
+        if self._closing is not None:
+            return queue.take(lane, self._max_batch)
+        if not self._pacing.may_dispatch() or not self._leases_hold():
             return []
-        count = self._max_batch
-        if self._closing is None:
-            if not self._pacing.may_dispatch() or not self._leases_hold():
-                return []
-            if self._canary is not None and not self._canary.decided:
-                count = min(count, self._canary.may_start or 0)
-        items = queue.take(lane, count) if count else []
-        if self._withdrawn and self._closing is None:
-            gone = [item for item in items if self._is_withdrawn(item)]
-            if gone:
-                self._settle_closed(gone, _WITHDRAWN)
-                items = [item for item in items if item not in gone] or self._take(lane)
-        if self._canary is not None and self._closing is None:
+        canary = None if self._canary is None or self._canary.decided else self._canary
+        count = self._max_batch if canary is None else min(self._max_batch, canary.may_start or 0)
+        items: list[WorkItem] = []
+        while count and not items and (items := queue.take(lane, count)) and self._withdrawn:
+            self._settle_closed(list(filter(self._is_withdrawn, items)), _WITHDRAWN)
+            items = [item for item in items if not self._is_withdrawn(item)]
+        if self._canary is not None:
             self._canary.start(len(items))
         return items
 
@@ -376,16 +376,20 @@ class Worker:
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(outcome, Answer):
                 self._pacing.answered()
+                twins = self._queue.answered(item, outcome)
                 self._answered(item, outcome, outcome.usage)
-                for twin in self._queue.twins_of(item):
-                    if self._is_withdrawn(twin):
-                        self._settle_closed([twin], _WITHDRAWN)
-                    else:
-                        # What it cost is counted once.
-                        self._answered(twin, outcome, Usage())
-                        self.progress.deduped += 1
+                for twin in twins:
+                    self._answered_by_another(twin, outcome)
             else:
                 self._faulted(item, outcome)
+
+    def _answered_by_another(self, item: WorkItem, answer: Answer) -> None:
+        if self._is_withdrawn(item):
+            self._settle_closed([item], _WITHDRAWN)
+        else:
+            # What the answer cost is counted once.
+            self._answered(item, answer, Usage())
+            self.progress.deduped += 1
 
     def _answered(self, item: WorkItem, answer: Answer, usage: Usage) -> None:
         line = self._lines.answered(item.request, answer)
@@ -398,9 +402,7 @@ class Worker:
 
     def _record(self, item: WorkItem, failure: str | None, usage: Usage, line: bytes) -> None:
         run, progress = item.run, self.progress
-        if twins := self._queue.twins_of(item):
-            # It brought them no answer: the next of them asks for all.
-            self._queue.again(twins)
+        self._queue.unanswered(item)
         if self._queue.done(item):
             self._wake_all()
         if run.lost:

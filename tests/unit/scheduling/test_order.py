@@ -1,5 +1,6 @@
 """The order inside a Batch: nothing lost, nothing twice, and those who share a prefix do so in the cache."""
 
+import itertools
 import random
 from collections import OrderedDict
 
@@ -120,7 +121,7 @@ def play(order, items, lanes, one_cache):
         order.done(item)
         idle.append(lane)
     distinct = sorted(item.prompt for item in items)
-    possible = sum(common(a, b) for a, b in zip(distinct, distinct[1:], strict=False))
+    possible = sum(common(a, b) for a, b in itertools.pairwise(distinct))
     return now, slots.hit, possible
 
 

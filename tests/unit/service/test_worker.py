@@ -240,6 +240,85 @@ async def test_an_interrupted_run_resumes_with_what_was_finished(place):
     assert not set(stops[:10]) & set(again[:20])
 
 
+def alike(place, log):
+    """A Batch whose requests are alike but for their `custom_id`, at temperature 0; the calls it takes."""
+    place.source.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "custom_id": one,
+                    "method": "POST",
+                    "url": Endpoint.CHAT,
+                    "body": {"messages": [{"role": "user", "content": "same"}], "temperature": 0},
+                }
+            )
+            + "\n"
+            for one in place.ids
+        )
+    )
+    place.batch = place.service.create(place.source, RULES, {})
+    return lambda: len(log.read_text().splitlines())
+
+
+@pytest.mark.parametrize(("dedupe", "wanted"), [(None, 1), (True, 1), (False, 30)])
+async def test_requests_alike_are_asked_once_and_each_has_its_line(place, tmp_path, dedupe, wanted):
+    calls = alike(place, tmp_path / "log")
+    workers = []
+    assert (
+        await place.work(
+            EchoEngine.from_spec(f"max_batch=1,log={tmp_path / 'log'}"),
+            on_worker=workers.append,
+            dedupe=dedupe,
+        )
+        is None
+    )
+    output, errors = place.finish()
+    assert (ids(output), errors, calls()) == (place.ids, [], wanted)
+    assert len({json.dumps(one["response"]["body"]["choices"]) for one in output}) == 1
+    assert workers[0].progress.deduped == len(place.ids) - wanted
+    # What it cost is counted once for each call.
+    usage = place.service.counts(place.batch.id).usage
+    assert usage.output_tokens == wanted * output[0]["response"]["body"]["usage"]["completion_tokens"]
+
+
+async def test_one_alike_that_fails_brings_the_others_no_answer(place, tmp_path):
+    calls = alike(place, tmp_path / "log")
+    engine = EchoEngine.from_spec(f"max_batch=1,fail=r0:500,log={tmp_path / 'log'}")
+    assert await place.work(engine, retry=RetryPolicy(max_attempts=2, base_s=0, cap_s=0)) is None
+    output, errors = place.finish()
+    assert (ids(errors), ids(output)) == (["r0"], place.ids[1:])
+    assert calls() == 3
+
+
+async def test_requests_alike_that_are_cancelled_or_expire_get_their_own_line(place, tmp_path):
+    alike(place, tmp_path / "log")
+    withdrawn = frozenset({(0, 0), (0, 3), (1, 2)})
+    assert await place.work(EchoEngine(max_batch=1), withdrawn=withdrawn) is None
+    output, errors = place.finish()
+    assert ids(errors) == ["r0", "r3", "r9"]
+    assert {line["error"]["code"] for line in errors} == {"request_cancelled"}
+    assert len(output) == len(place.ids) - 3
+
+
+async def test_at_the_deadline_those_who_wait_for_one_alike_expire_with_it(place, tmp_path):
+    alike(place, tmp_path / "log")
+    assert (
+        await place.work(EchoEngine.from_spec("latency=3600s"), deadline_at=place.service.clock.wall())
+        is None
+    )
+    output, errors = place.finish()
+    assert (output, ids(errors)) == ([], place.ids)
+
+
+async def test_any_number_of_cancelled_requests_is_passed_over(tmp_path):
+    place = Place(tmp_path, count=3000)
+    withdrawn = frozenset((no // 7, no % 7) for no in range(2999))
+    assert await place.work(EchoEngine(max_batch=1), withdrawn=withdrawn) is None
+    output, errors = place.finish()
+    assert (ids(output), len(errors)) == (["r2999"], 2999)
+    place.service.close()
+
+
 async def test_a_worker_whose_lease_is_lost_commits_nothing_of_that_chunk(tmp_path):
     place = Place(tmp_path, count=14)
     upstream = Upstream(rules={"r0": "hold"})
